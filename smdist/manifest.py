@@ -1,0 +1,182 @@
+"""What a run keeps in its store, as typed JSON, and under which key.
+
+    run.json                                     Run           first rank to arrive
+    sessions/<worker>/<attempt>.json             Session       each rank once, when its hook starts
+    collections/<worker>.json                    Collections   each rank, when they change
+    layouts/<digest>.json                        Layout        before the first manifest that names it
+    segments/<worker>/<attempt>-<seq>.safetensors              before the manifest that names it
+    manifests/<worker>/<attempt>-<seq>.json      RankManifest  the commit point of a rank
+    heartbeats/<worker>.json                     Heartbeat     every few seconds, overwritten in place
+
+A rank writes only its own keys (`run.json` and `layouts/` have the same bytes whoever writes them
+first). The JSON is the format, versioned by `Run.format`; these classes are only its reader.
+Unknown fields are ignored, so a newer writer may add some.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from smdist.identity import ModeKeys, StepRef, worker_name
+
+__all__ = [
+    "FORMAT",
+    "CollectionInfo",
+    "Collections",
+    "Dropped",
+    "Heartbeat",
+    "RankManifest",
+    "RankState",
+    "Run",
+    "Session",
+    "StepEntry",
+    "collections_key",
+    "heartbeat_key",
+    "layout_key",
+    "manifest_key",
+    "segment_key",
+    "session_key",
+]
+
+FORMAT = 1
+
+RankState = Literal["active", "ended", "lost"]
+
+
+class Run(msgspec.Struct, frozen=True):
+    run_id: str
+    created: float
+    framework: str
+    format: int = FORMAT
+
+
+class Session(msgspec.Struct, frozen=True):
+    """One process of one rank, from the construction of its hook to its end."""
+
+    session: str  # unique
+    rank: int
+    world_size: int
+    attempt: int
+    include_workers: str | tuple[int, ...]  # "one", "all", or ranks
+    started: float
+    host: str
+    pid: int
+    launch: str  # what identifies the launcher's invocation, "" when nothing does
+    restart: int = 0  # how often the launcher restarted this job
+
+    def expected_ranks(self) -> tuple[int, ...]:
+        """The ranks of this attempt that save."""
+        if self.include_workers == "one":
+            return (0,)
+        if self.include_workers == "all":
+            return tuple(range(self.world_size))
+        return tuple(sorted({r for r in self.include_workers if int(r) < self.world_size}))  # type: ignore[misc]
+
+
+class CollectionInfo(msgspec.Struct, frozen=True):
+    name: str
+    include_regex: tuple[str, ...] = ()
+    tensor_names: tuple[str, ...] = ()
+    save_config: dict[str, object] = {}
+    reduction_config: dict[str, object] = {}
+
+
+class Collections(msgspec.Struct, frozen=True):
+    worker: str
+    collections: tuple[CollectionInfo, ...]
+
+
+class StepEntry(msgspec.Struct, frozen=True, array_like=True):
+    """A block of a step of this rank. A step has one, or several if it was written piecewise.
+
+    `block` is the ordinal of its first journal record: unique in a session and in order of time.
+    `closed`: with this block the step had everything that was planned for it. A step that was closed
+    with nothing new to store has an entry with an empty `segment`.
+    """
+
+    mode: int
+    mode_step: int
+    step: int
+    block: int
+    closed: bool
+    layout: str
+    segment: str
+    offset: int  # of the block, from the start of the object
+    began: float
+    time: float
+
+    @property
+    def ref(self) -> StepRef:
+        return StepRef(ModeKeys(self.mode), self.mode_step, self.step)
+
+
+class Dropped(msgspec.Struct, frozen=True, array_like=True):
+    mode: int
+    mode_step: int
+    step: int
+    names: tuple[str, ...]
+    nbytes: int
+    reason: str
+
+
+class RankManifest(msgspec.Struct, frozen=True):
+    """Everything in the journal's records `[first, upto)` is in the store.
+
+    `seq` counts from 0 per session without gaps. `state` holds as of this manifest; `reason` says
+    what ended the rank.
+    """
+
+    session: str
+    rank: int
+    world_size: int
+    attempt: int
+    include_workers: str | tuple[int, ...]
+    seq: int
+    first: int
+    upto: int
+    state: RankState
+    time: float
+    steps: tuple[StepEntry, ...] = ()
+    dropped: tuple[Dropped, ...] = ()
+    troubles: tuple[str, ...] = ()
+    reason: str = ""
+
+    @property
+    def worker(self) -> str:
+        return worker_name(self.rank)
+
+
+class Heartbeat(msgspec.Struct, frozen=True):
+    session: str
+    rank: int
+    attempt: int
+    time: float
+    interval_s: float
+    step: int  # last global step seen in the journal, -1 for none
+    pending_bytes: int
+
+
+def session_key(worker: str, attempt: int) -> str:
+    return f"sessions/{worker}/{attempt:06d}.json"
+
+
+def collections_key(worker: str) -> str:
+    return f"collections/{worker}.json"
+
+
+def layout_key(digest: str) -> str:
+    return f"layouts/{digest}.json"
+
+
+def segment_key(worker: str, attempt: int, seq: int) -> str:
+    return f"segments/{worker}/{attempt:06d}-{seq:08d}.safetensors"
+
+
+def manifest_key(worker: str, attempt: int, seq: int) -> str:
+    return f"manifests/{worker}/{attempt:06d}-{seq:08d}.json"
+
+
+def heartbeat_key(worker: str) -> str:
+    return f"heartbeats/{worker}.json"

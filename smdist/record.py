@@ -1,0 +1,118 @@
+"""What the training process says to its uploader: the records of a journal.
+
+The training process appends them, in this order for every saved step:
+
+    Declare*            once per journal file and kind of part, before its first use
+    (Part | Inline)*    a batch of tensors is safe: in the arena, or in the record itself
+    Drop*               tensors the buffer had no room for
+    Close               everything of the step is there
+
+and `Trouble`, `Flush`, `End` when there is reason to. The uploader only reads. A part that comes after
+its step's Close (a scalar after the optimizer) is legal and becomes a block of its own.
+A record counts once it is wholly in the journal; its place is its *ordinal*, from 0 per session.
+"""
+
+from __future__ import annotations
+
+from typing import Union
+
+import msgspec
+
+from smdist.identity import ModeKeys, StepRef
+
+__all__ = [
+    "Close",
+    "Declare",
+    "Drop",
+    "End",
+    "Flush",
+    "Inline",
+    "Part",
+    "Record",
+    "TensorSpec",
+    "Trouble",
+]
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of a part.
+
+    `dtype` is a safetensors code (`F32`, `BF16`, ...). `offset` is where the raw bytes begin within
+    the part (-1: not saved raw), `row` its row in the part's statistics matrix (-1: none).
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    offset: int
+    row: int
+    collections: tuple[str, ...]
+
+
+class Declare(msgspec.Struct, frozen=True, array_like=True, tag="declare"):
+    """A kind of part, by a number that holds for this journal file only.
+
+    A part's bytes: `rows x columns` float64 statistics, then raw tensors at 8-byte aligned offsets.
+    """
+
+    kind: int
+    columns: tuple[str, ...]
+    tensors: tuple[TensorSpec, ...]
+    nbytes: int
+
+
+class _OfStep(msgspec.Struct, frozen=True, array_like=True):
+    mode: int
+    mode_step: int
+    step: int
+    time: float
+
+    @property
+    def ref(self) -> StepRef:
+        return StepRef(ModeKeys(self.mode), self.mode_step, self.step)
+
+
+class Part(_OfStep, frozen=True, array_like=True, tag="part"):
+    kind: int
+    arena: int
+    offset: int
+
+
+class Inline(_OfStep, frozen=True, array_like=True, tag="inline"):
+    """A part so small that it travels in the journal."""
+
+    kind: int
+    data: bytes
+
+
+class Drop(_OfStep, frozen=True, array_like=True, tag="drop"):
+    names: tuple[str, ...]
+    nbytes: int
+    reason: str
+
+
+class Close(_OfStep, frozen=True, array_like=True, tag="close"):
+    pass
+
+
+class Flush(msgspec.Struct, frozen=True, array_like=True, tag="flush"):
+    """The training thread waits for room: write out what you have, open step included."""
+
+
+class Trouble(msgspec.Struct, frozen=True, array_like=True, tag="trouble"):
+    """An error of ours that training was not bothered with."""
+
+    message: str
+    step: int
+    time: float
+
+
+class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
+    """The hook was closed. `reason` is empty for an orderly end, else what ended the process."""
+
+    reason: str
+    time: float
+
+
+Record = Union[Declare, Part, Inline, Drop, Close, Flush, Trouble, End]  # noqa: UP007 (3.10)

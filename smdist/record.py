@@ -7,14 +7,15 @@ The training process appends them, in this order for every saved step:
     Drop*               tensors the buffer had no room for
     Close               everything of the step is there
 
-and `Trouble`, `Flush`, `End` when there is reason to. The uploader only reads. A part that comes after
-its step's Close (a scalar after the optimizer) is legal and becomes a block of its own.
+and `Describe`, `Trouble`, `Flush`, `End` when there is reason to. The uploader only reads. A part
+that comes after its step's Close (a scalar after the optimizer) is legal and becomes a block of
+its own.
 A record counts once it is wholly in the journal; its place is its *ordinal*, from 0 per session.
 """
 
 from __future__ import annotations
 
-from typing import Union
+from typing import NamedTuple, Union
 
 import msgspec
 
@@ -23,11 +24,13 @@ from smdist.identity import ModeKeys, StepRef
 __all__ = [
     "Close",
     "Declare",
+    "Describe",
     "Drop",
     "End",
     "Flush",
     "Inline",
     "Part",
+    "Piece",
     "Record",
     "TensorSpec",
     "Trouble",
@@ -100,6 +103,13 @@ class Flush(msgspec.Struct, frozen=True, array_like=True, tag="flush"):
     """The training thread waits for room: write out what you have, open step included."""
 
 
+class Describe(msgspec.Struct, frozen=True, array_like=True, tag="describe"):
+    """A small object of this rank (its collections), to be put under `key` with the next manifest."""
+
+    key: str
+    data: bytes
+
+
 class Trouble(msgspec.Struct, frozen=True, array_like=True, tag="trouble"):
     """An error of ours that training was not bothered with."""
 
@@ -115,4 +125,12 @@ class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
     time: float
 
 
-Record = Union[Declare, Part, Inline, Drop, Close, Flush, Trouble, End]  # noqa: UP007 (3.10)
+Record = Union[Declare, Part, Inline, Drop, Close, Flush, Describe, Trouble, End]  # noqa: UP007
+
+
+class Piece(NamedTuple):
+    """A record as read back: `kind` is the declaration its number stood for, if it has one."""
+
+    ordinal: int
+    record: Record
+    kind: Declare | None

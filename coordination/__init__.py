@@ -1,0 +1,1 @@
+"""How rank manifests become one view of all ranks."""

@@ -1,0 +1,1 @@
+"""What runs beside training: hooks, capture, and the uploader process."""

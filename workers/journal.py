@@ -1,0 +1,217 @@
+"""The journal of a rank: records appended by the training process, read by its uploader.
+
+Files of fixed size, `journal-000000`, `journal-000001`, ..., reserved before use so that a full
+file system is met at rotation and never by a record:
+
+    b"smdjrnl1"  u64 ordinal of the first record
+    frame*       u32 length, u32 CRC32C of the payload, payload (msgpack), to a multiple of 8
+    zeros
+
+A frame counts when its checksum fits: a reader that comes too early, or after a SIGKILL in the middle of
+a write, sees no record there. A length of 0xFFFFFFFF says that the next file goes on. Numbers of `Declare`
+hold within one file, so every file can be read without those before it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import google_crc32c
+import msgspec
+
+from smdist.errors import SpoolUnavailable
+from smdist.record import Declare, Inline, Part, Piece, Record
+from smdist.workers.spool import Spool, no_room
+
+__all__ = ["JournalFileFull", "JournalReader", "JournalWriter"]
+
+FILE_BYTES = 4 << 20
+_MAGIC = b"smdjrnl1"
+_HEADER = struct.Struct("<8sQ")
+_FRAME = struct.Struct("<II")
+_CONTINUED = 0xFFFFFFFF
+_NAME = re.compile(r"journal-(\d{6,})")
+
+
+def _file_name(index: int) -> str:
+    return f"journal-{index:06d}"
+
+
+def _padded(length: int) -> int:
+    return _FRAME.size + length + (-length % 8)
+
+
+class JournalFileFull(Exception):
+    """The owner calls `make_room`, declares again what it needs, and appends once more."""
+
+
+class JournalWriter:
+    """The training process's end. Not thread-safe: its owner serialises `append`."""
+
+    def __init__(self, spool: Spool, file_bytes: int = FILE_BYTES) -> None:
+        self._spool = spool
+        self._file_bytes = file_bytes
+        self._encode: Callable[[Record], bytes] = msgspec.msgpack.Encoder().encode
+        self.generation = -1  # index of the current file
+        self.next_ordinal = 0
+        self._fd, self._at, self._size = -1, 0, 0
+        self._rotate(0)
+
+    def append(self, record: Record) -> int:
+        """Its ordinal. The record is safe from this process's death when this returns.
+
+        Raises JournalFileFull when it has no room.
+        """
+        payload = self._encode(record)
+        need = _padded(len(payload))
+        if self._at + need + _FRAME.size > self._size:
+            raise JournalFileFull
+        frame = _FRAME.pack(len(payload), google_crc32c.value(payload)) + payload
+        os.pwrite(self._fd, frame, self._at)
+        self._at += need
+        self.next_ordinal += 1
+        return self.next_ordinal - 1
+
+    def make_room(self, records: tuple[Record, ...]) -> None:
+        """Go on in a new file that surely has room for `records`; all declarations are void then."""
+        self._rotate(sum(_padded(len(self._encode(record))) for record in records))
+
+    def _rotate(self, need: int) -> None:
+        size = max(self._file_bytes, _HEADER.size + need + 2 * _FRAME.size)
+        name = _file_name(self.generation + 1)
+        descriptor = _reserve(self._spool, name, size)
+        os.pwrite(descriptor, _HEADER.pack(_MAGIC, self.next_ordinal), 0)
+        if self._fd >= 0:
+            os.pwrite(self._fd, _FRAME.pack(_CONTINUED, 0), self._at)
+            os.close(self._fd)
+        self._fd, self._at, self._size = descriptor, _HEADER.size, size
+        self.generation += 1
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _reserve(spool: Spool, name: str, size: int) -> int:
+    """A new file of `size` bytes that the file system has promised, in memory or on disk."""
+    for place in (lambda: spool.path, spool.make_overflow):
+        path = place() / name
+        descriptor = os.open(
+            path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600
+        )
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+        except OSError as error:
+            os.close(descriptor)
+            path.unlink()
+            if not no_room(error):
+                raise
+            continue
+        return descriptor
+    raise SpoolUnavailable(
+        f"no room for the journal in {spool.path} nor in {spool.overflow}: free some disk space or "
+        "set SMDIST_SPOOL_DIR"
+    )
+
+
+class JournalReader:
+    """The uploader's end: everything from ordinal `start` on, once."""
+
+    def __init__(self, spool: Spool, start: int = 0) -> None:
+        self._spool = spool
+        self._decode: Callable[[memoryview], Record] = msgspec.msgpack.Decoder(
+            Record
+        ).decode
+        self._start = start
+        self._firsts: dict[int, int] = {}  # file index -> ordinal of its first record
+        self._map: mmap.mmap | None = None
+        self._index, self._at, self._ordinal = -1, 0, 0
+        self._kinds: dict[int, Declare] = {}
+
+    def read(self) -> list[Piece]:
+        """What was wholly written since the last call."""
+        pieces: list[Piece] = []
+        if self._map is None and not self._open_first():
+            return pieces
+        while True:
+            assert self._map is not None
+            length, checksum = _FRAME.unpack_from(self._map, self._at)
+            if length == _CONTINUED:
+                self._open(self._index + 1)
+                continue
+            end = self._at + _FRAME.size + length
+            if length == 0 or end > len(self._map):
+                return pieces
+            with memoryview(self._map) as view:
+                payload = bytes(view[self._at + _FRAME.size : end])
+            if google_crc32c.value(payload) != checksum:
+                return pieces
+            self._accept(self._decode(memoryview(payload)), pieces)
+            self._at += _padded(length)
+
+    def _accept(self, record: Record, pieces: list[Piece]) -> None:
+        if isinstance(record, Declare):
+            self._kinds[record.kind] = record
+        kind = self._kinds[record.kind] if isinstance(record, (Part, Inline)) else None
+        if self._ordinal >= self._start:
+            pieces.append(Piece(self._ordinal, record, kind))
+        self._ordinal += 1
+
+    def _open_first(self) -> bool:
+        """The newest file that begins at or before `start`."""
+        indices = sorted(
+            int(found[1])
+            for place in self._spool.places
+            for entry in os.listdir(place)
+            if (found := _NAME.fullmatch(entry))
+        )
+        for index in indices:
+            first = self._first_of(index)
+            if first is not None:
+                self._firsts[index] = first
+        candidates = [
+            index for index, first in self._firsts.items() if first <= self._start
+        ]
+        if not candidates:
+            return False
+        self._open(max(candidates))
+        return True
+
+    def _first_of(self, index: int) -> int | None:
+        with self._spool.find(_file_name(index)).open("rb") as handle:
+            header = handle.read(_HEADER.size)
+        if len(header) < _HEADER.size:
+            return None
+        magic, first = _HEADER.unpack(header)
+        return int(first) if magic == _MAGIC else None
+
+    def _open(self, index: int) -> None:
+        if self._map is not None:
+            self._map.close()
+        path = self._spool.find(_file_name(index))
+        with path.open("rb") as handle:
+            self._map = mmap.mmap(handle.fileno(), 0, prot=mmap.PROT_READ)
+        _, first = _HEADER.unpack_from(self._map, 0)
+        self._firsts[index] = first
+        self._index, self._at, self._ordinal = index, _HEADER.size, first
+        self._kinds = {}
+
+    def drop_before(self, ordinal: int) -> None:
+        """Remove files whose records are all below `ordinal`."""
+        for index in sorted(self._firsts):
+            following = self._firsts.get(index + 1)
+            if following is None or following > ordinal or index >= self._index:
+                return
+            self._spool.find(_file_name(index)).unlink()
+            del self._firsts[index]
+
+    def close(self) -> None:
+        if self._map is not None:
+            self._map.close()
+            self._map = None

@@ -1,0 +1,76 @@
+"""A page shared by the training process and its uploader: how far the store has come.
+
+The uploader writes, the training process reads without a system call. Every number is one aligned
+8-byte word, so a reader sees the old value or the new one.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+__all__ = ["Ledger"]
+
+_PAGE = 4096
+_TEXT = 1024  # offset of the trouble text
+_ACKED, _BYTES, _STEPS, _UPLOADER, _TROUBLE_LENGTH = range(5)
+
+
+class Ledger:
+    def __init__(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            if os.fstat(descriptor).st_size < _PAGE:
+                os.posix_fallocate(descriptor, 0, _PAGE)
+            self._map = mmap.mmap(descriptor, _PAGE)
+        finally:
+            os.close(descriptor)
+        self._words = memoryview(self._map).cast("Q")
+
+    @property
+    def acked(self) -> int:
+        """Every journal record below this ordinal is in the store."""
+        return self._words[_ACKED]
+
+    @acked.setter
+    def acked(self, ordinal: int) -> None:
+        self._words[_ACKED] = ordinal
+
+    @property
+    def bytes_stored(self) -> int:
+        return self._words[_BYTES]
+
+    @property
+    def steps_stored(self) -> int:
+        return self._words[_STEPS]
+
+    def add_stored(self, nbytes: int, steps: int) -> None:
+        self._words[_BYTES] += nbytes
+        self._words[_STEPS] += steps
+
+    @property
+    def uploader_pid(self) -> int:
+        """The uploader at work, 0 before the first and after the last."""
+        return self._words[_UPLOADER]
+
+    @uploader_pid.setter
+    def uploader_pid(self, pid: int) -> None:
+        self._words[_UPLOADER] = pid
+
+    @property
+    def trouble(self) -> str:
+        """What holds the uploader up right now, empty when nothing does."""
+        length = min(self._words[_TROUBLE_LENGTH], _PAGE - _TEXT)
+        return bytes(self._map[_TEXT : _TEXT + length]).decode("utf-8", "replace")
+
+    @trouble.setter
+    def trouble(self, text: str) -> None:
+        data = text.encode()[: _PAGE - _TEXT]
+        self._words[_TROUBLE_LENGTH] = 0
+        self._map[_TEXT : _TEXT + len(data)] = data
+        self._words[_TROUBLE_LENGTH] = len(data)
+
+    def close(self) -> None:
+        self._words.release()
+        self._map.close()

@@ -1,0 +1,177 @@
+"""The folder a rank and its uploader share: what was captured and is not in the store yet.
+
+    <root>/smdist-<uid>/<run>-<worker>-<attempt>-<pid>-<session>/      0700
+        spool.json       SpoolInfo: all an uploader needs to go on, whoever starts it
+        arena-0          captured bytes                    (workers/arena.py)
+        journal-000000   what was captured, in order       (workers/journal.py)
+        ledger           what is safely in the store       (workers/ledger.py)
+        doorbell         a FIFO: "look at the journal"
+        lock             held by the one uploader
+
+The training process creates it, the uploader removes it once everything is in the store. When
+memory (`/dev/shm`) runs out of room, arenas and journal files go to `info.overflow`, on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from smdist.errors import SpoolUnavailable
+from smdist.manifest import Run, Session
+from smdist.identity import worker_name
+
+__all__ = ["Doorbell", "Spool", "SpoolBusy", "SpoolInfo", "UploadOptions", "spool_name"]
+
+
+class UploadOptions(msgspec.Struct, frozen=True):
+    linger_s: float = 2.0
+    segment_bytes: int = 32 << 20
+    heartbeat_s: float = 5.0
+    drain_deadline_s: float = (
+        900.0  # how long to keep trying after the training process is gone
+    )
+    nice: int = 5
+
+
+class SpoolInfo(msgspec.Struct, frozen=True):
+    run: Run
+    session: Session
+    out_dir: str
+    upload: UploadOptions
+    trainer_pid: int
+    trainer_start: int  # start time of the process in clock ticks, 0 when unknown
+    overflow: str  # folder for what does not fit beside this file; made when needed
+
+
+class SpoolBusy(SpoolUnavailable):
+    """Another uploader works on this spool."""
+
+
+def spool_name(info: SpoolInfo) -> str:
+    session = info.session
+    worker = worker_name(session.rank)
+    return f"{info.run.run_id}-{worker}-{session.attempt}-{info.trainer_pid}-{session.session[:8]}"
+
+
+def private_root(root: Path) -> Path:
+    """`<root>/smdist-<uid>`, ours alone: a shared tmpfs is open to everybody on the machine."""
+    folder = root / f"smdist-{os.geteuid()}"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.lstat()
+    except OSError as error:
+        raise SpoolUnavailable(
+            f"cannot make the spool folder {folder}: {error.strerror}; set SMDIST_SPOOL_DIR to a "
+            "writable directory"
+        ) from error
+    if folder.is_symlink() or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise SpoolUnavailable(
+            f"{folder} is not a private folder of this user; remove it or set SMDIST_SPOOL_DIR"
+        )
+    return folder
+
+
+class Spool:
+    def __init__(self, path: Path, info: SpoolInfo) -> None:
+        self.path = path
+        self.info = info
+
+    @classmethod
+    def create(cls, info: SpoolInfo, root: Path) -> Spool:
+        """Called once by the training process, before its uploader starts."""
+        path = private_root(root) / spool_name(info)
+        try:
+            path.mkdir(mode=0o700)
+            os.mkfifo(path / "doorbell", 0o600)
+            (path / "spool.json").write_bytes(msgspec.json.encode(info))
+        except OSError as error:
+            shutil.rmtree(path, ignore_errors=True)
+            raise SpoolUnavailable(
+                f"cannot make the spool {path}: {error.strerror}"
+            ) from error
+        return cls(path, info)
+
+    @classmethod
+    def open(cls, path: Path) -> Spool:
+        try:
+            data = (path / "spool.json").read_bytes()
+        except OSError as error:
+            raise SpoolUnavailable(
+                f"{path} is not a spool: {error.strerror}"
+            ) from error
+        return cls(path, msgspec.json.decode(data, type=SpoolInfo))
+
+    @property
+    def overflow(self) -> Path:
+        return Path(self.info.overflow)
+
+    @property
+    def places(self) -> tuple[Path, ...]:
+        """Folders that hold arenas and journal files: this one, and the overflow if there is one."""
+        return (self.path, self.overflow) if self.overflow.is_dir() else (self.path,)
+
+    def make_overflow(self) -> Path:
+        private_root(self.overflow.parent.parent)
+        self.overflow.mkdir(mode=0o700, exist_ok=True)
+        return self.overflow
+
+    def find(self, name: str) -> Path:
+        for place in self.places:
+            if (place / name).exists():
+                return place / name
+        raise SpoolUnavailable(f"the spool {self.path} has no {name}")
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Held by the one process that uploads from this spool; freed by the kernel if it dies."""
+        with (self.path / "lock").open("w") as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise SpoolBusy(f"another uploader works on {self.path}") from error
+            yield
+
+    def remove(self) -> None:
+        shutil.rmtree(self.overflow, ignore_errors=True)
+        shutil.rmtree(self.path, ignore_errors=True)
+        for folder in (self.overflow.parent, self.path.parent):
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+class Doorbell:
+    """Either end of the FIFO. Both open it for reading and writing: no end can block or break."""
+
+    def __init__(self, spool: Spool) -> None:
+        self._fd = os.open(
+            spool.path / "doorbell", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC
+        )
+
+    def ring(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # it rings already
+            os.write(self._fd, b"!")
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def drain(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._fd, 4096):
+                pass
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def no_room(error: OSError) -> bool:
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)

@@ -1,0 +1,104 @@
+# Every target does its own set-up, once: a virtual environment in .venv with the versions of
+# constraints/. It needs Python 3.10 or newer, make and a C compiler.
+#
+#   PYTHON   the interpreter .venv is made from
+#   TORCH    what to install as torch
+#   ARGS     passed on: make test ARGS="tests/unit -k merge -n 0"
+
+PYTHON ?= python3
+PYTHON310 ?= python3.10
+TORCH ?= torch==2.13.0
+# Tests start processes of their own; more workers than this only make them wait for each other.
+WORKERS ?= 2
+ARGS ?=
+
+VENV := .venv
+OLDEST := .venv-oldest
+BIN := $(VENV)/bin
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules
+
+# An index or a proxy from the environment is honoured, a foreign place of installation is not.
+export PIP_USER := 0
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_NO_INPUT := 1
+unexport PIP_PREFIX PIP_REQUIRE_VIRTUALENV PIP_ROOT PIP_TARGET PYTHONHOME PYTHONPATH VIRTUAL_ENV
+
+# Twice quiet: errors only.
+PIP_INSTALL := -m pip install -qq
+# The build uses the setuptools of the environment, so rebuilding the kernel needs no network.
+EDITABLE := --no-build-isolation --editable
+
+.PHONY: help setup demo test test-oldest check format bench clean distclean
+
+help:
+	@echo "make demo         capture a small distributed job and ask which rank went wrong"
+	@echo "make test         all tests                        (ARGS=... goes to pytest)"
+	@echo "make check        ruff, mypy --strict, import-linter"
+	@echo "make format       let ruff rewrite what it can"
+	@echo "make bench        what capture costs               (ARGS=... goes to benchmarks/run.py)"
+	@echo "make test-oldest  unit and contract tests on Python 3.10 with the oldest dependencies"
+	@echo "                  (PYTHON310=path/to/python3.10 if it is not on PATH)"
+	@echo "make clean        remove build products and caches"
+	@echo "make distclean    and the virtual environments"
+
+setup: $(VENV)/smdist.stamp
+
+demo: setup
+	@$(BIN)/python examples/demo.py $(ARGS)
+
+test: setup
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup
+	@$(BIN)/python benchmarks/run.py $(ARGS)
+
+# $(call make_venv,interpreter,folder): keeps one that works, so that changed pins install on top.
+define make_venv
+	@$(1) -c 'import sys; v = sys.version_info; v >= (3, 10) or sys.exit("smdist needs Python 3.10 or newer, $(1) is %d.%d: make PYTHON=..." % v[:2])'
+	@$(2)/bin/python -m pip --version >/dev/null 2>&1 || $(1) -m venv --clear $(2)
+endef
+
+$(VENV)/smdist.stamp: pyproject.toml setup.py constraints/main.txt smdist/_kernel.c
+	@echo "[1/4] virtual environment in $(VENV)"
+	$(call make_venv,$(PYTHON),$(VENV))
+	@echo "[2/4] $(TORCH) (the largest download)"
+	@$(BIN)/python $(PIP_INSTALL) -c constraints/main.txt setuptools "$(TORCH)"
+	@echo "[3/4] smdist, its compiled kernel and its dependencies"
+	@$(BIN)/python $(PIP_INSTALL) -c constraints/main.txt $(EDITABLE) '.[dev]'
+	@echo "[4/4] checking the installation"
+	@$(BIN)/python -m pip check
+	@$(BIN)/python -c 'import smdist._kernel' || echo "The kernel was not compiled (is there a C compiler?): smdist will use numpy, which is slower."
+	@touch $@
+
+test-oldest: $(OLDEST)/smdist.stamp
+	@$(OLDEST)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/unit tests/contracts $(ARGS)
+
+$(OLDEST)/smdist.stamp: pyproject.toml setup.py constraints/oldest.txt smdist/_kernel.c
+	@echo "[1/2] virtual environment in $(OLDEST)"
+	$(call make_venv,$(PYTHON310),$(OLDEST))
+	@echo "[2/2] smdist with the oldest versions it supports, without torch"
+	@$(OLDEST)/bin/python $(PIP_INSTALL) -c constraints/oldest.txt setuptools
+	@$(OLDEST)/bin/python $(PIP_INSTALL) -c constraints/oldest.txt $(EDITABLE) '.[test]'
+	@touch $@
+
+clean:
+	rm -rf build dist smdist.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find smdist workers coordination tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV) $(OLDEST)
+	rm -f smdist/_kernel*.so

@@ -1,0 +1,53 @@
+"""Tensors of every rank of a distributed training job, at one consistent step.
+
+The public names are loaded on first use (PEP 562): importing smdist must cost a training script
+nothing, and no framework or SDK is needed until a name asks for it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from smdist.collection import Collection, CollectionKeys
+    from smdist.identity import modes
+    from smdist.reduction import ReductionConfig
+    from smdist.schedule import SaveConfig, SaveConfigMode
+    from smdist.trials import create_trial
+
+__all__ = [
+    "Collection",
+    "CollectionKeys",
+    "ReductionConfig",
+    "SaveConfig",
+    "SaveConfigMode",
+    "__version__",
+    "create_trial",
+    "modes",
+]
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Collection": "smdist.collection",
+    "CollectionKeys": "smdist.collection",
+    "ReductionConfig": "smdist.reduction",
+    "SaveConfig": "smdist.schedule",
+    "SaveConfigMode": "smdist.schedule",
+    "create_trial": "smdist.trials",
+    "modes": "smdist.identity",
+}
+
+
+def __getattr__(name: str) -> object:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

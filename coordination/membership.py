@@ -1,0 +1,262 @@
+"""Who takes part, how each rank stands, and whether a step is complete. Pure: `now` is passed in.
+
+A step of an attempt is COMPLETE when every expected rank has closed it and dropped nothing of it.
+Else it is PARTIAL, with a reason for each missing rank. A rank that ended, was lost or never
+started blocks nothing: only a *pending* rank, one that may still write, is worth waiting for.
+
+Lost means: its uploader said so, or nothing was heard of it for `lost_after_s`. It is a judgement
+as of `now`; a late commit overrules it, since completeness looks only at what was committed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from smdist.identity import ModeKeys
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from smdist.coordination.merge import RankView, StepKey, View
+
+__all__ = [
+    "PATIENCE",
+    "Disagreement",
+    "MissingReason",
+    "Patience",
+    "RankReport",
+    "RankStatus",
+    "StepFacts",
+    "expected_ranks",
+    "finished",
+    "missing_ranks",
+    "rank_reports",
+    "step_attempts",
+    "step_facts",
+]
+
+_GLOBAL = ModeKeys.GLOBAL.value
+
+
+class RankStatus(str, Enum):
+    ACTIVE = "active"
+    LAGGING = "lagging"
+    ENDED = "ended"
+    LOST = "lost"
+    NEVER_STARTED = "never started"
+
+    __str__ = str.__str__
+
+
+class MissingReason(str, Enum):
+    """Why a step has nothing, or not everything, of a rank."""
+
+    LAGGING = "lagging"
+    ENDED = "ended"
+    LOST = "lost"
+    LOST_WITHIN = "lost within the step"
+    ENDED_WITHIN = "ended within the step"
+    DROPPED = "dropped"
+    NEVER_STARTED = "never started"
+    SKIPPED = "skipped"  # it closed a later step of that mode without saving this one
+
+    __str__ = str.__str__
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    lost_after_s: float = 60.0
+    lagging_after_s: float = 30.0
+
+
+PATIENCE = Patience()
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """A rank as of `now`. `pending`: it may still write. `step`: last global step it closed, or -1."""
+
+    rank: int
+    status: RankStatus
+    pending: bool
+    step: int = -1
+    last_seen: float = 0.0
+    behind_s: float = 0.0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """Ranks that gave one `(mode, mode_step)` different global numbers: number -> its ranks."""
+
+    attempt: int
+    mode: int
+    mode_step: int
+    numbers: Mapping[int, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """A step of an attempt over all ranks, without judgement of time.
+
+    `step` is the global number the lowest rank gave it. `ranks` have something of it stored,
+    `absent` are expected ranks that have not closed it or dropped some of it.
+    """
+
+    key: StepKey
+    attempt: int
+    step: int
+    ranks: tuple[int, ...]
+    absent: tuple[int, ...]
+    layouts: frozenset[str]
+    disagreement: Disagreement | None = None
+
+    @property
+    def complete(self) -> bool:
+        return not self.absent
+
+
+def expected_ranks(view: View, attempt: int) -> tuple[int, ...]:
+    """The ranks of `attempt` that save, by what its ranks say; all of it if they differ."""
+    worlds = {world for known in view.attempts.get(attempt, {}).values() for world in known.worlds}
+    return tuple(sorted({rank for world in worlds for rank in world.expected_ranks()}))
+
+
+def _started(known: RankView) -> bool:
+    return not (known.session is None and known.head is None and known.heartbeat is None)
+
+
+def _last_seen(known: RankView) -> float:
+    signs = [0.0]
+    if known.session is not None:
+        signs.append(known.session.started)
+    if known.head is not None:
+        signs.append(known.head.time)
+    if known.heartbeat is not None:
+        signs.append(known.heartbeat.time)
+    return max(signs)
+
+
+def _report(
+    rank: int, known: RankView | None, front: float, grace: bool, now: float, patience: Patience
+) -> RankReport:
+    if known is None or not _started(known):
+        return RankReport(rank, RankStatus.NEVER_STARTED, pending=grace)
+    head, seen = known.head, _last_seen(known)
+    step = known.passed.get(_GLOBAL, -1)
+    own = known.closed_at or (known.session.started if known.session else seen)
+    behind = max(0.0, front - own)
+    reason = head.reason if head is not None else ""
+    status = RankStatus.ACTIVE
+    if head is not None and head.state == "ended":
+        status = RankStatus.ENDED
+    elif head is not None and head.state == "lost":
+        status = RankStatus.LOST
+    elif now - seen > patience.lost_after_s:
+        status, reason = RankStatus.LOST, f"nothing heard of it for {now - seen:.0f} s"
+    elif behind > patience.lagging_after_s:
+        status = RankStatus.LAGGING
+    pending = status in (RankStatus.ACTIVE, RankStatus.LAGGING)
+    return RankReport(rank, status, pending, step, seen, behind, reason)
+
+
+def rank_reports(
+    view: View, attempt: int, now: float, patience: Patience = PATIENCE
+) -> dict[int, RankReport]:
+    """Every expected or known rank of `attempt`, in numeric order."""
+    known = view.attempts.get(attempt, {})
+    front = max((rank.closed_at for rank in known.values()), default=0.0)
+    # A rank without any sign may be slow to start, but not after its peers have run for a while,
+    # and not once a newer attempt has begun.
+    begun = max(
+        (_last_seen(r) if r.session is None else r.session.started for r in known.values()),
+        default=0.0,
+    )
+    newest = attempt == max(view.attempts, default=attempt)
+    grace = newest and now - begun <= patience.lost_after_s
+    ranks = sorted({*known, *expected_ranks(view, attempt)})
+    return {rank: _report(rank, known.get(rank), front, grace, now, patience) for rank in ranks}
+
+
+def finished(view: View, now: float, patience: Patience = PATIENCE) -> bool:
+    """No rank of any attempt may still write. A view without ranks is not finished."""
+    return bool(view.attempts) and not any(
+        report.pending
+        for attempt in view.attempts
+        for report in rank_reports(view, attempt, now, patience).values()
+    )
+
+
+def step_attempts(view: View, key: StepKey) -> tuple[int, ...]:
+    """Attempts that know of the step `key`, newest first."""
+    return tuple(
+        attempt
+        for attempt in sorted(view.attempts, reverse=True)
+        if any(key in r.steps or key in r.drops for r in view.attempts[attempt].values())
+    )
+
+
+def step_facts(view: View, attempt: int, key: StepKey, expected: Iterable[int]) -> StepFacts | None:
+    """What `attempt` has of the step `key`; None when no rank knows of it."""
+    known = view.attempts.get(attempt, {})
+    ranks: list[int] = []
+    layouts: set[str] = set()
+    numbers: dict[int, list[int]] = {}
+    incomplete: set[int] = set()
+    whole: set[int] = set()
+    for rank in sorted(known):
+        blocks = known[rank].steps.get(key, ())
+        drops = known[rank].drops.get(key)
+        if blocks:
+            ranks.append(rank)
+            numbers.setdefault(blocks[0].step, []).append(rank)
+            layouts.update(entry.layout for entry in blocks if entry.segment)
+            if any(entry.closed for entry in blocks):
+                whole.add(rank)
+        if drops:
+            incomplete.add(rank)
+            numbers.setdefault(min(drop.step for _, _, drop in drops), []).append(rank)
+    if not numbers:
+        return None
+    step = next(iter(numbers))
+    return StepFacts(
+        key,
+        attempt,
+        step,
+        tuple(ranks),
+        tuple(rank for rank in expected if rank not in whole or rank in incomplete),
+        frozenset(layouts),
+        None if len(numbers) == 1 else _disagreement(attempt, key, numbers),
+    )
+
+
+def _disagreement(attempt: int, key: StepKey, numbers: dict[int, list[int]]) -> Disagreement:
+    return Disagreement(
+        attempt, *key, {number: tuple(dict.fromkeys(ranks)) for number, ranks in numbers.items()}
+    )
+
+
+def missing_ranks(
+    view: View, facts: StepFacts, reports: Mapping[int, RankReport]
+) -> dict[int, MissingReason]:
+    """Why each absent rank is; empty exactly when the step is COMPLETE."""
+    known = view.attempts.get(facts.attempt, {})
+    return {rank: _reason(known.get(rank), facts, reports[rank]) for rank in facts.absent}
+
+
+def _reason(known: RankView | None, facts: StepFacts, report: RankReport) -> MissingReason:
+    key, (mode, mode_step) = facts.key, facts.key
+    if known is None or report.status is RankStatus.NEVER_STARTED:
+        return MissingReason.NEVER_STARTED
+    if key in known.drops:
+        return MissingReason.DROPPED
+    if known.passed.get(mode, -1) > (facts.step if mode == _GLOBAL else mode_step):
+        return MissingReason.SKIPPED
+    within = key in known.steps
+    if report.status is RankStatus.ENDED:
+        return MissingReason.ENDED_WITHIN if within else MissingReason.ENDED
+    if report.status is RankStatus.LOST:
+        return MissingReason.LOST_WITHIN if within else MissingReason.LOST
+    return MissingReason.LAGGING

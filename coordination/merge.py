@@ -1,0 +1,262 @@
+"""One view of all ranks, folded from what each rank committed.
+
+A `View` is a join of facts: rank manifests, sessions, heartbeats. `merge` is commutative,
+associative and idempotent, so whoever folds the same facts, in whatever order, grouping or
+repetition, gets the same view (`canonical()` gives equal bytes). Nothing here reads a clock or a
+store.
+
+Facts of one key never differ in a healthy run. When they do (an object was replaced between two
+reads), the greater one wins in an order that only looks at the facts, which keeps the laws.
+
+`merge` copies what it changes and shares the rest. `add` folds into a view that the caller made and
+has not merged or handed out yet, at a cost that depends on the new fact alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Union
+
+import msgspec
+
+from smdist.identity import ModeKeys
+from smdist.manifest import Dropped, Heartbeat, RankManifest, RankState, Session, StepEntry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+__all__ = ["Fact", "Head", "RankView", "StepKey", "View", "World", "add", "fold", "merge"]
+
+Fact = Union[RankManifest, Session, Heartbeat]  # noqa: UP007 (3.10)
+
+StepKey = tuple[int, int]
+"""`(mode, mode_step)`: what a step is, within an attempt."""
+
+_GLOBAL = ModeKeys.GLOBAL.value
+_STATES: dict[str, int] = {"active": 0, "lost": 1, "ended": 2}
+
+
+class World(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank says about its attempt."""
+
+    world_size: int
+    include_workers: str | tuple[int, ...]
+
+    def expected_ranks(self) -> tuple[int, ...]:
+        if self.include_workers == "one":
+            return (0,)
+        if self.include_workers == "all":
+            return tuple(range(self.world_size))
+        return tuple(sorted({int(r) for r in self.include_workers if int(r) < self.world_size}))
+
+
+class Head(msgspec.Struct, frozen=True, array_like=True):
+    """How a rank stood as of its manifest of the highest `seq`."""
+
+    seq: int
+    upto: int
+    state: RankState
+    time: float
+    reason: str
+
+
+def _bytes(fact: object) -> bytes:
+    return msgspec.msgpack.encode(fact)
+
+
+def _head_order(head: Head) -> tuple[int, int, int, float, str]:
+    return (head.seq, head.upto, _STATES[head.state], head.time, head.reason)
+
+
+def _greater_head(a: Head | None, b: Head | None) -> Head | None:
+    if a is None or b is None:
+        return a or b
+    return b if _head_order(b) > _head_order(a) else a
+
+
+def _greater_entry(a: StepEntry, b: StepEntry) -> StepEntry:
+    if a == b:
+        return a
+    return max(a, b, key=lambda entry: (entry.closed, _bytes(entry)))
+
+
+def _greater_session(a: Session | None, b: Session | None) -> Session | None:
+    if a is None or b is None or a == b:
+        return a or b
+    return max(a, b, key=lambda session: (session.started, _bytes(session)))
+
+
+def _greater_heartbeat(a: Heartbeat | None, b: Heartbeat | None) -> Heartbeat | None:
+    if a is None or b is None or a == b:
+        return a or b
+    return max(a, b, key=lambda beat: (beat.time, _bytes(beat)))
+
+
+Blocks = tuple[StepEntry, ...]
+
+
+def _with_entry(blocks: Blocks, entry: StepEntry) -> Blocks:
+    """`blocks` with one more, in order of their number; a number occurs once."""
+    if not blocks or blocks[-1].block < entry.block:
+        return (*blocks, entry)
+    by_number = {old.block: old for old in blocks}
+    old = by_number.get(entry.block)
+    by_number[entry.block] = entry if old is None else _greater_entry(old, entry)
+    return tuple(by_number[number] for number in sorted(by_number))
+
+
+@dataclass(slots=True)
+class RankView:
+    """All that is known of one rank in one attempt.
+
+    `passed` holds, for each mode, the greatest mode step that the rank has closed, and under
+    GLOBAL the greatest global step. `drops` and `troubles` are keyed by manifest and place in it,
+    so a repeated manifest repeats nothing.
+    """
+
+    session: Session | None = None
+    heartbeat: Heartbeat | None = None
+    head: Head | None = None
+    worlds: frozenset[World] = frozenset()
+    steps: dict[StepKey, Blocks] = field(default_factory=dict)
+    passed: dict[int, int] = field(default_factory=dict)
+    closed_at: float = 0.0
+    drops: dict[StepKey, frozenset[tuple[int, int, Dropped]]] = field(default_factory=dict)
+    troubles: frozenset[tuple[int, int, str]] = frozenset()
+
+    def copy(self) -> RankView:
+        return RankView(
+            self.session,
+            self.heartbeat,
+            self.head,
+            self.worlds,
+            dict(self.steps),
+            dict(self.passed),
+            self.closed_at,
+            dict(self.drops),
+            self.troubles,
+        )
+
+    def closed(self, key: StepKey) -> bool:
+        return any(entry.closed for entry in self.steps.get(key, ()))
+
+    def _insert(self, entry: StepEntry) -> None:
+        key = (entry.mode, entry.mode_step)
+        self.steps[key] = _with_entry(self.steps.get(key, ()), entry)
+        if entry.closed:
+            passed = self.passed
+            passed[entry.mode] = max(passed.get(entry.mode, -1), _number(entry))
+            passed[_GLOBAL] = max(passed.get(_GLOBAL, -1), entry.step)
+            self.closed_at = max(self.closed_at, entry.time)
+
+    def _add_manifest(self, manifest: RankManifest) -> None:
+        seq = manifest.seq
+        self.head = _greater_head(
+            self.head, Head(seq, manifest.upto, manifest.state, manifest.time, manifest.reason)
+        )
+        self.worlds |= {World(manifest.world_size, manifest.include_workers)}
+        for entry in manifest.steps:
+            self._insert(entry)
+        for place, drop in enumerate(manifest.dropped):
+            key = (drop.mode, drop.mode_step)
+            self.drops[key] = self.drops.get(key, frozenset()) | {(seq, place, drop)}
+        if manifest.troubles:
+            self.troubles |= {(seq, place, text) for place, text in enumerate(manifest.troubles)}
+
+    def _join(self, other: RankView) -> None:
+        self.session = _greater_session(self.session, other.session)
+        self.heartbeat = _greater_heartbeat(self.heartbeat, other.heartbeat)
+        self.head = _greater_head(self.head, other.head)
+        self.worlds |= other.worlds
+        for blocks in other.steps.values():
+            for entry in blocks:
+                self._insert(entry)
+        # Beyond what the entries say: an entry that lost against a greater one still counted.
+        for mode, number in other.passed.items():
+            self.passed[mode] = max(self.passed.get(mode, -1), number)
+        self.closed_at = max(self.closed_at, other.closed_at)
+        for key, drops in other.drops.items():
+            self.drops[key] = self.drops.get(key, frozenset()) | drops
+        self.troubles |= other.troubles
+
+    def _canonical(self) -> object:
+        return (
+            self.session,
+            self.heartbeat,
+            self.head,
+            sorted(map(_bytes, self.worlds)),
+            [blocks for _, blocks in sorted(self.steps.items())],
+            sorted(self.passed.items()),
+            self.closed_at,
+            [(key, sorted(map(_bytes, drops))) for key, drops in sorted(self.drops.items())],
+            sorted(self.troubles),
+        )
+
+
+def _number(entry: StepEntry) -> int:
+    return entry.step if entry.mode == _GLOBAL else entry.mode_step
+
+
+@dataclass(slots=True)
+class View:
+    """Attempt -> rank -> what is known of it. Treat it as a value unless you made it."""
+
+    attempts: dict[int, dict[int, RankView]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(*facts: Fact) -> View:
+        return fold(facts)
+
+    def rank(self, attempt: int, rank: int) -> RankView | None:
+        return self.attempts.get(attempt, {}).get(rank)
+
+    def ranks(self) -> Iterator[tuple[int, int, RankView]]:
+        for attempt, ranks in sorted(self.attempts.items()):
+            for rank, known in sorted(ranks.items()):
+                yield attempt, rank, known
+
+    def canonical(self) -> bytes:
+        """Equal for equal views, whatever the order in which they were folded."""
+        return _bytes(
+            [(attempt, rank, known._canonical()) for attempt, rank, known in self.ranks()]
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, View) and self.canonical() == other.canonical()
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def add(view: View, fact: Fact) -> View:
+    """Fold `fact` into `view` in place, for the view's owner; costs O(fact)."""
+    known = view.attempts.setdefault(fact.attempt, {}).setdefault(fact.rank, RankView())
+    if isinstance(fact, RankManifest):
+        known._add_manifest(fact)
+    elif isinstance(fact, Session):
+        known.session = _greater_session(known.session, fact)
+        known.worlds |= {World(fact.world_size, fact.include_workers)}
+    else:
+        known.heartbeat = _greater_heartbeat(known.heartbeat, fact)
+    return view
+
+
+def fold(facts: Iterable[Fact]) -> View:
+    view = View()
+    for fact in facts:
+        add(view, fact)
+    return view
+
+
+def merge(a: View, b: View) -> View:
+    """The view of all facts of `a` and of `b`; neither changes."""
+    attempts = {attempt: dict(ranks) for attempt, ranks in a.attempts.items()}
+    for attempt, ranks in b.attempts.items():
+        mine = attempts.setdefault(attempt, {})
+        for rank, known in ranks.items():
+            old = mine.get(rank)
+            if old is None:
+                mine[rank] = known
+            elif old is not known:
+                mine[rank] = joined = old.copy()
+                joined._join(known)
+    return View(attempts)

@@ -71,7 +71,7 @@ def test_all_lists_every_public_name_once() -> None:
 
 def test_type_checkers_see_the_same_homes() -> None:
     tree = ast.parse((ROOT / "smdist" / "__init__.py").read_text())
-    (guarded,) = (node for node in tree.body if isinstance(node, ast.If))
+    guarded = next(node for node in tree.body if isinstance(node, ast.If))
     seen = {
         alias.name: node.module
         for node in guarded.body

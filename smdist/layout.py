@@ -4,27 +4,33 @@ A block is contiguous and 8-byte aligned, its tensors ordered by element size, l
 
     statistics   float64 [rows, columns]   when any tensor was reduced
     raw tensors of 8 bytes
-    checksums    uint32 [tensors]          CRC32C of each raw tensor's bytes (0 where none)
+    checksums    uint32 [tensors + 1]      CRC32C of each raw tensor's bytes (0 where none), in the
+                                           order of `Layout.tensors`; the last is of the statistics
     raw tensors of 4, 2, 1 bytes
     padding      uint8, to the next multiple of 8
 
+A block with neither statistics nor raw tensors (only shapes were saved) has no bytes at all.
 Layouts repeat from step to step and from rank to rank, so a manifest names them by `digest`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
-__all__ = ["Layout", "TensorEntry"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Layout", "TensorEntry", "Wish", "arrange"]
 
 
 class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
     """A tensor of a block; `offset` -1: no raw bytes, `row` -1: no statistics.
 
-    `order` is its place in the order of capture within the block. `placement` is kept for shards.
+    `order` is its place in the order of capture within the block, and in `Layout.tensors`.
+    `placement` is kept for shards. `unmeasured` are the columns whose value in its row means nothing.
     """
 
     name: str
@@ -36,9 +42,12 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
     collections: tuple[str, ...]
     order: int
     placement: str | None = None
+    unmeasured: tuple[str, ...] = ()
 
 
 class Layout(msgspec.Struct, frozen=True):
+    """Offsets are relative to the block; -1 stands for "this block has none"."""
+
     columns: tuple[str, ...]
     rows: int
     statistics_offset: int
@@ -57,6 +66,14 @@ class Layout(msgspec.Struct, frozen=True):
     def digest(self) -> str:
         return hashlib.blake2b(self.to_json(), digest_size=12).hexdigest()
 
+    @property
+    def statistics_nbytes(self) -> int:
+        return self.rows * len(self.columns) * 8
+
+    @property
+    def checksums_nbytes(self) -> int:
+        return 4 * (len(self.tensors) + 1) if self.checksums_offset >= 0 else 0
+
 
 class Wish(msgspec.Struct, frozen=True):
     """A tensor that wants a place in a block: what `arrange` needs to know."""
@@ -69,34 +86,46 @@ class Wish(msgspec.Struct, frozen=True):
     raw: bool
     reduced: bool
     collections: tuple[str, ...]
+    unmeasured: tuple[str, ...] = ()
 
 
 def arrange(wishes: Sequence[Wish], columns: tuple[str, ...]) -> Layout:
     """Give every wish its place. Pure: equal wishes in equal order give an equal layout."""
     rows = sum(wish.reduced for wish in wishes)
-    statistics = rows * len(columns) * 8
-    offsets = dict.fromkeys(range(len(wishes)), -1)
-    at, checksums = statistics, -1
-    order = sorted((i for i, w in enumerate(wishes) if w.raw), key=lambda i: -wishes[i].itemsize)
-    for index in order:
-        if checksums < 0 and wishes[index].itemsize <= 4:
-            checksums, at = at, at + 4 * len(wishes)
-        offsets[index] = at
-        at += wishes[index].nbytes
-    if checksums < 0:
-        checksums, at = at, at + 4 * len(wishes)
+    columns = columns if rows else ()
+    raw = sorted((i for i, w in enumerate(wishes) if w.raw), key=lambda i: -wishes[i].itemsize)
+    places, checksums, nbytes = _places(wishes, raw, rows * len(columns) * 8)
     row = iter(range(rows))
     tensors = tuple(
         TensorEntry(
             name=wish.name,
             dtype=wish.dtype,
             shape=wish.shape,
-            offset=offsets[index],
+            offset=places.get(index, -1),
             nbytes=wish.nbytes if wish.raw else 0,
             row=next(row) if wish.reduced else -1,
             collections=wish.collections,
             order=index,
+            unmeasured=wish.unmeasured if wish.reduced else (),
         )
         for index, wish in enumerate(wishes)
     )
-    return Layout(columns, rows, 0 if rows else -1, checksums, at + (-at % 8), tensors)
+    return Layout(columns, rows, 0 if rows else -1, checksums, nbytes, tensors)
+
+
+def _places(
+    wishes: Sequence[Wish], raw: Sequence[int], statistics: int
+) -> tuple[dict[int, int], int, int]:
+    """Offsets of the raw tensors, offset of the checksums, size of the block."""
+    if not raw and not statistics:
+        return {}, -1, 0
+    places: dict[int, int] = {}
+    at, checksums, room = statistics, -1, 4 * (len(wishes) + 1)
+    for index in raw:
+        if checksums < 0 and wishes[index].itemsize <= 4:
+            checksums, at = at, at + room
+        places[index] = at
+        at += wishes[index].nbytes
+    if checksums < 0:
+        checksums, at = at, at + room
+    return places, checksums, at + (-at % 8)

@@ -1,0 +1,236 @@
+"""Compose blocks into one object: a valid safetensors file that `safetensors.safe_open` reads.
+
+Names in its header (layouts hold the true names):
+
+    <mode>/<mode_step>/<tensor>            train/12/gradient/Net_fc1.weight
+    <mode>/<mode_step>.<block>/<tensor>    a later block of a step that the segment has already
+    <prefix>/.statistics .crc32c .padding
+
+A tensor whose own name begins with a dot gets one dot more, so none can take a reserved name.
+Its metadata: format, worker, attempt, seq; and, as JSON: `layouts` (prefix -> digest), `columns` and
+`rows` of the statistics (digest -> names), `dtypes` (name -> type, where the header shows another).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from smdist.codec import HeaderEntry, header_bytes, itemsize, portable_form
+from smdist.layout import Layout, Wish, arrange
+from smdist.manifest import FORMAT, StepEntry
+from smdist.pipeline.block import crc32c
+
+if TYPE_CHECKING:
+    from smdist.pipeline.fold import Block, Source
+    from smdist.record import TensorSpec
+    from smdist.storage.base import Buffer
+
+__all__ = ["Read", "Segment", "compose", "header_name"]
+
+Read = Callable[[int, int, int], memoryview]
+"""`(arena, offset, nbytes)` -> those bytes, not copied, valid until the batch is acknowledged."""
+
+
+class Segment(NamedTuple):
+    """An object to put, and what the manifest says of it.
+
+    `chunks` are its bytes in order, raw tensors as views into the arenas; there are none, and `key`
+    is empty, when no block has bytes to store. `layouts` must be in the store before the manifest.
+    """
+
+    key: str
+    chunks: tuple[Buffer, ...]
+    nbytes: int
+    entries: tuple[StepEntry, ...]
+    layouts: dict[str, Layout]
+
+
+class _Placed(NamedTuple):
+    """A block with something in it, and where it begins after the header."""
+
+    block: Block
+    layout: Layout
+    digest: str
+    prefix: str
+    start: int
+
+
+def compose(
+    blocks: Sequence[Block], read: Read, *, key: str, worker: str, attempt: int, seq: int
+) -> Segment:
+    """Lay out `blocks` in the object `key`. Equal blocks and bytes give an equal object."""
+    placed = _place(blocks)
+    chunks: list[Buffer] = []
+    items: list[HeaderEntry] = []
+    for one in placed.values():
+        chunks += _chunks(one.block, one.layout, read)
+        items += _items(one)
+    header = b""
+    if chunks:
+        about = {"format": str(FORMAT), "worker": worker, "attempt": str(attempt), "seq": str(seq)}
+        header = header_bytes(items, {**about, **_explain(placed.values())})
+        chunks.insert(0, header)
+    else:
+        key = ""
+    return Segment(
+        key=key,
+        chunks=tuple(chunks),
+        nbytes=len(header) + sum(one.layout.nbytes for one in placed.values()),
+        entries=tuple(_entry(b, placed.get(i), key, len(header)) for i, b in enumerate(blocks)),
+        layouts={one.digest: one.layout for one in placed.values()},
+    )
+
+
+def header_name(prefix: str, name: str) -> str:
+    """The name of a tensor in a segment's header."""
+    return f"{prefix}/.{name}" if name.startswith(".") else f"{prefix}/{name}"
+
+
+def _place(blocks: Sequence[Block]) -> dict[int, _Placed]:
+    placed: dict[int, _Placed] = {}
+    prefixes: set[str] = set()
+    start = 0
+    for index, block in enumerate(blocks):
+        if not block.sources:
+            continue
+        prefix = f"{block.ref.mode.name.lower()}/{block.ref.mode_step}"
+        if prefix in prefixes:
+            prefix = f"{prefix}.{block.block}"
+        prefixes.add(prefix)
+        layout = _layout(block)
+        placed[index] = _Placed(block, layout, layout.digest(), prefix, start)
+        start += layout.nbytes
+    return placed
+
+
+def _layout(block: Block) -> Layout:
+    # In order of first use; every part begins with the same columns, so these come first.
+    columns = tuple(dict.fromkeys(c for source in block.sources for c in source.kind.columns))
+    wishes = []
+    for source in block.sources:
+        unmeasured = tuple(c for c in columns if c not in source.kind.columns)
+        wishes += [_wish(spec, unmeasured) for spec in source.tensors]
+    return arrange(wishes, columns)
+
+
+def _wish(spec: TensorSpec, unmeasured: tuple[str, ...]) -> Wish:
+    # Placed by the element size that the header shows, as readers align by that.
+    shown, _ = portable_form(spec.dtype, spec.shape, spec.nbytes)
+    return Wish(
+        name=spec.name,
+        dtype=spec.dtype,
+        itemsize=itemsize(shown),
+        shape=spec.shape,
+        nbytes=spec.nbytes,
+        raw=spec.offset >= 0,
+        reduced=spec.row >= 0,
+        collections=spec.collections,
+        unmeasured=unmeasured,
+    )
+
+
+def _chunks(block: Block, layout: Layout, read: Read) -> list[Buffer]:
+    """The bytes of a block, in order, as many buffers as it has tensors and some."""
+    checksums = np.zeros(len(layout.tensors) + 1, "<u4")
+    at: list[tuple[int, Buffer]] = []
+    entries = iter(layout.tensors)
+    for source in block.sources:
+        for spec in source.tensors:
+            entry = next(entries)
+            if entry.nbytes:
+                view = _bytes(source, spec.offset, spec.nbytes, read)
+                checksums[entry.order] = crc32c(view)
+                at.append((entry.offset, view))
+    if layout.rows:
+        matrix = _statistics(block, layout, read).tobytes()
+        checksums[-1] = crc32c(matrix)
+        at.append((layout.statistics_offset, matrix))
+    if layout.checksums_offset >= 0:
+        at.append((layout.checksums_offset, checksums.tobytes()))
+    at.sort(key=lambda item: item[0])
+    filled = sum(len(chunk) for _, chunk in at)
+    padding: list[Buffer] = [bytes(layout.nbytes - filled)] if layout.nbytes > filled else []
+    return [chunk for _, chunk in at] + padding
+
+
+def _statistics(block: Block, layout: Layout, read: Read) -> np.ndarray[Any, np.dtype[Any]]:
+    matrix = np.full((layout.rows, len(layout.columns)), np.nan, "<f8")
+    row = 0
+    for source in block.sources:
+        rows = [spec.row for spec in source.tensors if spec.row >= 0]
+        if rows:
+            width = len(source.kind.columns)
+            height = 1 + max(spec.row for spec in source.kind.tensors)
+            part = np.frombuffer(_bytes(source, 0, height * width * 8, read), "<f8")
+            where = [layout.columns.index(column) for column in source.kind.columns]
+            matrix[row : row + len(rows), where] = part.reshape(height, width)[rows]
+            row += len(rows)
+    return matrix
+
+
+def _bytes(source: Source, offset: int, nbytes: int, read: Read) -> memoryview:
+    if source.arena < 0:
+        return memoryview(source.data)[offset : offset + nbytes]
+    return read(source.arena, source.offset + offset, nbytes)
+
+
+def _items(one: _Placed) -> list[HeaderEntry]:
+    layout, start, prefix = one.layout, one.start, one.prefix
+    items = []
+    used = layout.statistics_nbytes + layout.checksums_nbytes
+    for entry in layout.tensors:
+        if entry.offset >= 0:
+            shown = portable_form(entry.dtype, entry.shape, entry.nbytes)
+            at, used = start + entry.offset, used + entry.nbytes
+            name = header_name(prefix, entry.name)
+            items.append(HeaderEntry(name, *shown, at, at + entry.nbytes))
+    if layout.rows:
+        at, shape = start + layout.statistics_offset, (layout.rows, len(layout.columns))
+        end = at + layout.statistics_nbytes
+        items.append(HeaderEntry(f"{prefix}/.statistics", "F64", shape, at, end))
+    if layout.checksums_offset >= 0:
+        at, size = start + layout.checksums_offset, layout.checksums_nbytes
+        items.append(HeaderEntry(f"{prefix}/.crc32c", "U32", (size // 4,), at, at + size))
+    if used < layout.nbytes:
+        end, size = start + layout.nbytes, layout.nbytes - used
+        items.append(HeaderEntry(f"{prefix}/.padding", "U8", (size,), end - size, end))
+    return items
+
+
+def _explain(placed: Iterable[_Placed]) -> dict[str, str]:
+    """What a reader without layouts cannot know: rows, columns and types the header cannot say."""
+    layouts: dict[str, str] = {}
+    columns: dict[str, tuple[str, ...]] = {}
+    rows: dict[str, list[str]] = {}
+    dtypes: dict[str, str] = {}
+    for one in placed:
+        layouts[one.prefix] = one.digest
+        if one.layout.rows and one.digest not in columns:
+            columns[one.digest] = one.layout.columns
+            rows[one.digest] = [entry.name for entry in one.layout.tensors if entry.row >= 0]
+        for entry in one.layout.tensors:
+            shown, _ = portable_form(entry.dtype, entry.shape, entry.nbytes)
+            if entry.offset >= 0 and shown != entry.dtype:
+                dtypes[header_name(one.prefix, entry.name)] = entry.dtype
+    told = {"layouts": layouts, "columns": columns, "rows": rows, "dtypes": dtypes}
+    return {name: msgspec.json.encode(value).decode() for name, value in told.items() if value}
+
+
+def _entry(block: Block, placed: _Placed | None, key: str, header: int) -> StepEntry:
+    mode, mode_step, step = block.ref
+    return StepEntry(
+        mode=mode.value,
+        mode_step=mode_step,
+        step=step,
+        block=block.block,
+        closed=block.closed,
+        layout=placed.digest if placed else "",
+        segment=key if placed else "",
+        offset=placed.start + header if placed else 0,
+        began=block.began,
+        time=block.time,
+    )

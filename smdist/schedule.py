@@ -1,0 +1,417 @@
+"""When to save: `SaveConfig` for all modes, `SaveConfigMode` for one, `Schedule` what both come to.
+
+A step of a mode is saved if it is in `save_steps`, or if
+`start_step <= step < end_step and step % save_interval == 0`. `end_step=0` turns the interval off.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+from smdist.errors import ConfigurationError, UnknownKey
+from smdist.identity import ModeKeys
+from smdist.observable import ListView, Observable
+from smdist.values import integer, integers, known_keys, located
+
+__all__ = ["NEVER", "SAVE_KEYS", "SaveConfig", "SaveConfigMode", "Schedule", "mode_key"]
+
+NEVER: Final = (1 << 63) - 1
+SAVE_KEYS: Final = ("save_interval", "start_step", "end_step", "save_steps")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The steps of one mode, as values. `save_steps` ascends."""
+
+    save_interval: int = 500
+    start_step: int = 0
+    end_step: int | None = None
+    save_steps: tuple[int, ...] = ()
+
+    def should_save(self, step: int) -> bool:
+        return self.next_due(step) == step
+
+    def next_due(self, step: int) -> int:
+        """The first saved step that is not before `step`, or NEVER."""
+        first = max(step, self.start_step)
+        due = first + -first % self.save_interval
+        if self.end_step is not None and due >= self.end_step:
+            due = NEVER
+        place = bisect_left(self.save_steps, step)
+        return due if place == len(self.save_steps) else min(due, self.save_steps[place])
+
+
+def read_save_key(key: str, value: object) -> object:
+    """A value of one of SAVE_KEYS, checked."""
+    if key == "save_steps":
+        return integers(key, value)
+    return integer(key, value, minimum=1 if key == "save_interval" else 0)
+
+
+def mode_key(value: object) -> ModeKeys:
+    if isinstance(value, ModeKeys):
+        return value
+    if isinstance(value, str) and value.upper() in ModeKeys.__members__:
+        return ModeKeys[value.upper()]
+    options = ", ".join(f"modes.{mode.name}" for mode in ModeKeys)
+    raise ConfigurationError(f"mode_save_configs: {value!r} is no mode; use one of {options}")
+
+
+def _read(values: Mapping[str, object], where: str) -> dict[str, Any]:
+    known_keys(values, SAVE_KEYS, where)
+    with located(where):
+        return {k: read_save_key(k, v) for k, v in values.items() if v is not None}
+
+
+class _SaveKeys(Observable):
+    """The four settings as attributes; checked when they are assigned."""
+
+    def _get(self, key: str) -> Any:
+        raise NotImplementedError
+
+    def _put(self, key: str, value: object) -> None:
+        raise NotImplementedError
+
+    @property
+    def save_interval(self) -> int:
+        return int(self._get("save_interval"))
+
+    @save_interval.setter
+    def save_interval(self, value: int | None) -> None:
+        self._put("save_interval", value)
+
+    @property
+    def start_step(self) -> int:
+        return int(self._get("start_step"))
+
+    @start_step.setter
+    def start_step(self, value: int | None) -> None:
+        self._put("start_step", value)
+
+    @property
+    def end_step(self) -> int | None:
+        found = self._get("end_step")
+        return None if found is None else int(found)
+
+    @end_step.setter
+    def end_step(self, value: int | None) -> None:
+        self._put("end_step", value)
+
+    @property
+    def save_steps(self) -> ListView[int]:
+        return ListView(lambda: self._get("save_steps"), lambda new: self._put("save_steps", new))
+
+    @save_steps.setter
+    def save_steps(self, value: Any) -> None:
+        self._put("save_steps", value)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # A misspelt setting must not become a new attribute that nobody reads.
+        if not name.startswith("_") and name not in SAVE_KEYS:
+            raise UnknownKey(name, SAVE_KEYS, type(self).__name__)
+        super().__setattr__(name, value)
+
+
+class SaveConfigMode(_SaveKeys):
+    """When to save in one mode. What is not given has its default: interval 500 from step 0 on."""
+
+    def __init__(
+        self,
+        save_interval: int | None = None,
+        start_step: int | None = None,
+        end_step: int | None = None,
+        save_steps: Any = None,
+    ) -> None:
+        super().__init__()
+        given = (save_interval, start_step, end_step, save_steps)
+        self._own = _read(dict(zip(SAVE_KEYS, given, strict=True)), type(self).__name__)
+        # Set for the modes of a layered SaveConfig: what is not set here is asked for there.
+        self._below: tuple[SaveConfig, ModeKeys] | None = None
+
+    def schedule(self) -> Schedule:
+        if self._below is None:
+            return Schedule(**self._own)
+        config, mode = self._below
+        return replace(config.schedule_below(mode), **self._own)
+
+    def should_save_step(self, step_num: int) -> bool:
+        return self.schedule().should_save(step_num)
+
+    def next_due(self, step: int) -> int:
+        return self.schedule().next_due(step)
+
+    def _get(self, key: str) -> Any:
+        return getattr(self.schedule(), key)
+
+    def _put(self, key: str, value: object) -> None:
+        if value is None:
+            # "No end" is a value; for the others None means what holds below.
+            if key == "end_step":
+                self._own[key] = None
+            else:
+                self._own.pop(key, None)
+        else:
+            with located(type(self).__name__):
+                self._own[key] = read_save_key(key, value)
+        self.changed()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {k: list(v) if k == "save_steps" else v for k, v in asdict(self.schedule()).items()}
+
+    to_json_dict = to_dict
+
+    @classmethod
+    def from_dict(cls, params: Mapping[str, Any]) -> SaveConfigMode:
+        if not isinstance(params, Mapping):
+            raise ConfigurationError(f"{cls.__name__}: {params!r} is not a dict of its settings")
+        known_keys(params, SAVE_KEYS, cls.__name__)
+        return cls(**params)
+
+    def copy(self) -> SaveConfigMode:
+        new = SaveConfigMode()
+        new._own = asdict(self.schedule()) if self._below else dict(self._own)
+        return new
+
+    def __copy__(self) -> SaveConfigMode:
+        return self.copy()
+
+    def __deepcopy__(self, memo: object) -> SaveConfigMode:
+        return self.copy()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SaveConfigMode, tuple(self.copy()._own.get(key) for key in SAVE_KEYS)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SaveConfigMode):
+            return NotImplemented
+        return self.schedule() == other.schedule()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"SaveConfigMode({', '.join(f'{k}={v!r}' for k, v in self.to_dict().items())})"
+
+
+class SaveConfig(_SaveKeys):
+    """When to save, for every mode.
+
+    `mode_save_configs` maps a mode (or its name) to a `SaveConfigMode` (or a dict of its settings);
+    a mode that is given is complete with its own defaults, all others follow the four plain
+    settings. Assigning a plain setting later (`config.end_step = 0`) sets it for all modes. Reading
+    one gives what holds for mode GLOBAL.
+    """
+
+    def __init__(
+        self,
+        mode_save_configs: Mapping[Any, Any] | None = None,
+        save_interval: int | None = None,
+        start_step: int | None = None,
+        end_step: int | None = None,
+        save_steps: Any = None,
+    ) -> None:
+        super().__init__()
+        given = (save_interval, start_step, end_step, save_steps)
+        self._base = SaveConfigMode()
+        self._base._own = _read(dict(zip(SAVE_KEYS, given, strict=True)), "SaveConfig")
+        self._modes = _read_modes(mode_save_configs)
+        # Handed out by get_save_config() for a mode that was not given; empty until assigned to.
+        self._views: dict[ModeKeys, SaveConfigMode] = {}
+        self._parent: SaveConfig | None = None
+        # Modes given and nothing else: in a collection, the other modes follow the hook.
+        self._open = mode_save_configs is not None and not self._base._own
+        self._watch_parts()
+
+    @classmethod
+    def layered(
+        cls,
+        base: Mapping[str, Any] | None = None,
+        modes: Mapping[ModeKeys, Mapping[str, Any]] | None = None,
+        parent: SaveConfig | None = None,
+    ) -> SaveConfig:
+        """Each setting by itself: that of the mode, else of `base`, else whatever `parent` says."""
+        config = cls(**dict(base or {}))
+        config._parent, config._open = parent, True
+        for mode, values in (modes or {}).items():
+            config.get_save_config(mode)._own.update(_read(values, f"SaveConfig of {mode.name}"))
+        config._watch_parts()
+        return config
+
+    def under(self, parent: SaveConfig) -> SaveConfig:
+        """This configuration in a collection of a hook that is configured by `parent`."""
+        alone = not self._open or self._parent is not None or parent is self
+        return self if alone else self._joined(parent)
+
+    def filled(self, **defaults: Any) -> SaveConfig:
+        """The same with other defaults (a framework's interval) for what was not given."""
+        normal = all(getattr(Schedule(), key) == value for key, value in defaults.items())
+        if normal or self._parent is not None or defaults.keys() <= self._base._own.keys():
+            return self
+        return self._joined(SaveConfig(**defaults))
+
+    def _joined(self, parent: SaveConfig) -> SaveConfig:
+        """Shares its settings with this one: a later change of either is seen in both."""
+        joined = SaveConfig()
+        joined._base, joined._modes = self._base, self._modes
+        joined._parent, joined._open = parent, True
+        for mode, view in self._views.items():
+            joined.get_save_config(mode)._own = view._own
+            view.watch(joined)
+        joined._watch_parts()
+        return joined
+
+    def _watch_parts(self) -> None:
+        for part in (self._base, self._parent, *self._modes.values(), *self._views.values()):
+            if part is not None:
+                part.watch(self)
+
+    # -- what it comes to --------------------------------------------------------------------
+
+    def schedule(self, mode: ModeKeys) -> Schedule:
+        own = self._modes.get(mode) or self._views.get(mode)
+        return own.schedule() if own is not None else self.schedule_below(mode)
+
+    def schedule_below(self, mode: ModeKeys) -> Schedule:
+        """What holds for `mode` apart from its own settings."""
+        rest = self._parent.schedule(mode) if self._parent is not None else Schedule()
+        return replace(rest, **self._base._own)
+
+    def should_save(self, mode: ModeKeys, step: int) -> bool:
+        return self.schedule(mode).should_save(step)
+
+    should_save_step = should_save
+
+    def next_due(self, mode: ModeKeys, step: int) -> int:
+        return self.schedule(mode).next_due(step)
+
+    # -- access ------------------------------------------------------------------------------
+
+    def _get(self, key: str) -> Any:
+        return getattr(self.schedule(ModeKeys.GLOBAL), key)
+
+    def _put(self, key: str, value: object) -> None:
+        if value is not None:
+            with located("SaveConfig"):
+                value = read_save_key(key, value)
+        for part in (self._base, *self._modes.values(), *self._views.values()):
+            part._put(key, value)
+
+    def get_save_config(self, mode: ModeKeys) -> SaveConfigMode:
+        """The settings of one mode; assigning to them changes this mode only."""
+        mode = mode_key(mode)
+        found = self._modes.get(mode) or self._views.get(mode)
+        if found is None:
+            found = self._views[mode] = SaveConfigMode()
+            found._below = (self, mode)
+            found.watch(self)
+        return found
+
+    def set_save_config(self, mode: ModeKeys, save_config_mode: Any) -> None:
+        self._modes.update(_read_modes({mode: save_config_mode}))
+        self._views.pop(mode_key(mode), None)
+        self._watch_parts()
+        self._base.changed()  # heard by everybody who shares these settings
+
+    @property
+    def mode_save_configs(self) -> dict[ModeKeys, SaveConfigMode]:
+        return {mode: self.get_save_config(mode) for mode in ModeKeys}
+
+    # -- as data -----------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """Mode name -> its four settings, everything resolved."""
+        result: dict[str, Any] = {}
+        for mode in ModeKeys:
+            values = asdict(self.schedule(mode))
+            result[mode.name] = {**values, "save_steps": list(values["save_steps"])}
+        return result
+
+    to_json_dict = to_dict
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict())
+
+    @classmethod
+    def from_dict(cls, params: Mapping[Any, Any]) -> SaveConfig:
+        """From mode -> settings, or from the plain settings themselves."""
+        if params and set(params) <= set(SAVE_KEYS):
+            return cls(**params)
+        return cls(mode_save_configs=params)
+
+    @classmethod
+    def from_json(cls, json_str: str) -> SaveConfig:
+        return cls.from_dict(json.loads(json_str))
+
+    @classmethod
+    def parse(cls, value: object) -> SaveConfig:
+        """What a hook or a collection accepts as its `save_config`."""
+        if value is None:
+            return cls()
+        if isinstance(value, SaveConfig):
+            return value
+        if isinstance(value, SaveConfigMode):
+            return cls(mode_save_configs=dict.fromkeys(ModeKeys, value))
+        if isinstance(value, Mapping):
+            return cls.from_dict(value)
+        raise ConfigurationError(
+            f"save_config={value!r} is not a SaveConfig; write SaveConfig(save_interval=...) "
+            "or a dict of mode to SaveConfigMode"
+        )
+
+    def copy(self) -> SaveConfig:
+        """An independent one that saves at the same steps."""
+        if self._parent is not None:
+            return SaveConfig.from_dict(self.to_dict())
+        new = SaveConfig()
+        new._base, new._open = self._base.copy(), self._open
+        new._modes = {mode: value.copy() for mode, value in self._modes.items()}
+        for mode, view in self._views.items():
+            new.get_save_config(mode)._own.update(view._own)
+        new._watch_parts()
+        return new
+
+    def __copy__(self) -> SaveConfig:
+        return self.copy()
+
+    def __deepcopy__(self, memo: object) -> SaveConfig:
+        return self.copy()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SaveConfig.from_dict, (self.to_dict(),)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SaveConfig):
+            return NotImplemented
+        return all(self.schedule(mode) == other.schedule(mode) for mode in ModeKeys)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"SaveConfig({', '.join(f'{m.name}: {self.schedule(m)}' for m in ModeKeys)})"
+
+
+def _read_modes(given: Mapping[Any, Any] | None) -> dict[ModeKeys, SaveConfigMode]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ConfigurationError(
+            f"mode_save_configs={given!r} is not a dict of mode to SaveConfigMode"
+        )
+    result = {}
+    for key, value in given.items():
+        mode = mode_key(key)
+        if value is None:
+            continue
+        if isinstance(value, Mapping):
+            with located(f"mode_save_configs[{mode.name}]"):
+                value = SaveConfigMode.from_dict(value)
+        if not isinstance(value, SaveConfigMode):
+            raise ConfigurationError(
+                f"mode_save_configs[{mode.name}]={value!r} is not a SaveConfigMode; write "
+                "SaveConfigMode(save_interval=...)"
+            )
+        result[mode] = value
+    return result

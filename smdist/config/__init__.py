@@ -1,0 +1,9 @@
+"""One grammar for the configuration of a hook, whether written in Python or in JSON."""
+
+from __future__ import annotations
+
+from smdist.config.framework import PYTORCH, Framework
+from smdist.config.hook import CollectionConfig, HookConfig
+from smdist.config.manager import CollectionManager
+
+__all__ = ["PYTORCH", "CollectionConfig", "CollectionManager", "Framework", "HookConfig"]

@@ -1,0 +1,52 @@
+"""What a framework brings along: its built-in collections, what it always saves, its interval."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from smdist.collection import CollectionKeys as Keys
+
+__all__ = ["PYTORCH", "Framework"]
+
+
+def _frozen(table: Mapping[str, tuple[str, ...]]) -> Mapping[str, tuple[str, ...]]:
+    everywhere = {Keys.ALL: (".*",), Keys.DEFAULT: ()}
+    return MappingProxyType({**everywhere, **table})
+
+
+@dataclass(frozen=True)
+class Framework:
+    """`collections` maps each built-in collection to its regular expressions.
+
+    always:        collections saved whatever the configuration says
+    training_only: tensors of these are skipped in EVAL and PREDICT
+    separate:      tensors of these are in no other built-in collection, though a regex may say so
+                   (the momentum of a weight has "weight" in its name)
+    """
+
+    name: str
+    collections: Mapping[str, tuple[str, ...]]
+    always: tuple[str, ...]
+    save_interval: int = 500
+    training_only: frozenset[str] = field(
+        default=frozenset({Keys.GRADIENTS, Keys.OPTIMIZER_VARIABLES})
+    )
+    separate: frozenset[str] = field(default=frozenset({Keys.OPTIMIZER_VARIABLES}))
+
+
+PYTORCH = Framework(
+    name="pytorch",
+    collections=_frozen(
+        {
+            Keys.WEIGHTS: ("^(?!gradient).*weight",),
+            Keys.BIASES: ("^(?!gradient).*bias",),
+            Keys.GRADIENTS: ("^gradient",),
+            Keys.LOSSES: ("[Ll]oss_(?!input).*output",),
+            Keys.OUTPUTS: (r"^(?!.*[Ll]oss_).*_output_\d+$",),
+            Keys.OPTIMIZER_VARIABLES: ("^optimizer/",),
+        }
+    ),
+    always=(Keys.LOSSES,),
+)

@@ -1,0 +1,179 @@
+"""One table of everything that can be configured: key, how it is read, where it may stand.
+
+Python arguments and JSON both go through it, so that a key means the same in both and an unknown
+one is answered with the nearest that is known in that place.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Flag, auto
+from typing import Any
+
+from smdist.collection import compile_regex
+from smdist.errors import ConfigurationError
+from smdist.identity import ModeKeys
+from smdist.reduction import ReductionConfig, canonical_reduction
+from smdist.schedule import SAVE_KEYS, SaveConfig, read_save_key
+from smdist.values import boolean, choice, integer, integers, known_keys, number, strings, texts
+
+__all__ = ["PARAMETERS", "Parameter", "Place", "Section", "read_arguments", "read_section"]
+
+
+class Place(Flag):
+    PYTHON = auto()  # an argument of a hook's constructor
+    HOOK = auto()  # HookParameters in JSON
+    COLLECTION = auto()  # CollectionParameters in JSON
+
+
+Reader = Callable[[str, Any], Any]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """`by_mode`: may also be written as `train.<key>`, `eval.<key>`, ...; `in_text`: how a value is
+    read that came from JSON, where it differs from Python."""
+
+    key: str
+    read: Reader
+    places: Place
+    by_mode: bool = False
+    in_text: Reader | None = None
+
+
+def _path(key: str, value: Any) -> str:
+    try:
+        text = os.fspath(value)
+    except TypeError:
+        text = None
+    if not isinstance(text, str) or not text.strip():
+        raise ConfigurationError(
+            f"{key}={value!r} is not a path; give a directory or s3://bucket/prefix"
+        )
+    return text if "://" in text else os.path.expanduser(text)
+
+
+def _regex(key: str, value: Any) -> tuple[str, ...]:
+    return tuple(compile_regex(pattern).pattern for pattern in texts(key, value))
+
+
+def _regex_in_text(key: str, value: Any) -> tuple[str, ...]:
+    return _regex(key, strings(key, value))
+
+
+def _workers(key: str, value: Any) -> str | tuple[int, ...]:
+    if isinstance(value, str) and value.strip().lower() in ("one", "all"):
+        return value.strip().lower()
+    remedy = "write 'one', 'all' or a list of ranks such as [0, 3]"
+    try:
+        ranks = integers(key, [value] if isinstance(value, int) else value)
+    except ConfigurationError:
+        raise ConfigurationError(f"{key}={value!r} is not understood; {remedy}") from None
+    if not ranks:
+        raise ConfigurationError(f"{key}={value!r} leaves nobody to save; {remedy}")
+    return ranks
+
+
+def _reductions(key: str, value: Any) -> tuple[str, ...]:
+    return tuple(canonical_reduction(name, key) for name in strings(key, value))
+
+
+def _size(key: str, value: Any) -> int:
+    return integer(key, value, minimum=1)
+
+
+def _one_of(*allowed: str) -> Reader:
+    return lambda key, value: choice(key, value, allowed)
+
+
+_EVERYWHERE = Place.PYTHON | Place.HOOK
+_JSON = Place.HOOK | Place.COLLECTION
+
+_TABLE = (
+    Parameter("out_dir", _path, Place.PYTHON),
+    Parameter("export_tensorboard", boolean, _EVERYWHERE),
+    Parameter("tensorboard_dir", _path, _EVERYWHERE),
+    Parameter("dry_run", boolean, _EVERYWHERE),
+    Parameter("reduction_config", lambda _, value: ReductionConfig.parse(value), Place.PYTHON),
+    Parameter("save_config", lambda _, value: SaveConfig.parse(value), Place.PYTHON),
+    Parameter("include_regex", _regex, _EVERYWHERE | Place.COLLECTION, in_text=_regex_in_text),
+    Parameter("include_collections", strings, _EVERYWHERE),
+    Parameter("save_all", boolean, _EVERYWHERE),
+    Parameter("include_workers", _workers, _EVERYWHERE),
+    # How the hook behaves beside the training job.
+    Parameter("buffer_bytes", _size, _EVERYWHERE),
+    Parameter("segment_bytes", _size, _EVERYWHERE),
+    Parameter("linger_s", number, _EVERYWHERE),
+    Parameter("drain_deadline_s", number, _EVERYWHERE),
+    Parameter("on_full", _one_of("block", "drop"), _EVERYWHERE),
+    Parameter("on_error", _one_of("warn", "raise"), _EVERYWHERE),
+    Parameter("resume", boolean, _EVERYWHERE),
+    Parameter("stage_gradients", _one_of("local", "synced"), _EVERYWHERE),
+    # What Python says with objects, JSON says with flat keys.
+    Parameter("reductions", _reductions, _JSON),
+    Parameter("save_raw_tensor", boolean, _JSON),
+    Parameter("save_shape", boolean, _JSON),
+    *(Parameter(key, read_save_key, _JSON, by_mode=True) for key in SAVE_KEYS),
+    Parameter("save_histogram", boolean, Place.COLLECTION),
+    Parameter("tensor_names", strings, Place.COLLECTION),
+)
+PARAMETERS: Mapping[str, Parameter] = {parameter.key: parameter for parameter in _TABLE}
+
+_REDUCTION = ("reductions", "save_raw_tensor", "save_shape")
+
+
+@dataclass(frozen=True)
+class Section:
+    """A JSON section, read: schedule settings plain and by mode, reductions, everything else."""
+
+    save: Mapping[str, Any]
+    save_by_mode: Mapping[ModeKeys, Mapping[str, Any]]
+    reduction: Mapping[str, Any]
+    rest: Mapping[str, Any]
+
+    def save_config(self, parent: SaveConfig | None = None) -> SaveConfig:
+        return SaveConfig.layered(self.save, self.save_by_mode, parent)
+
+    def reduction_config(self, parent: ReductionConfig | None = None) -> ReductionConfig:
+        return ReductionConfig.layered(self.reduction, parent)
+
+
+def keys_in(place: Place) -> Iterable[str]:
+    """Every key that may stand in that place, modes spelled out."""
+    for parameter in PARAMETERS.values():
+        if place in parameter.places:
+            yield parameter.key
+            if parameter.by_mode:
+                yield from (f"{mode.name.lower()}.{parameter.key}" for mode in ModeKeys)
+
+
+def read_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Python arguments by name; None means "not given"."""
+    known_keys(arguments, keys_in(Place.PYTHON), "the hook's arguments")
+    return {
+        key: PARAMETERS[key].read(key, value)
+        for key, value in arguments.items()
+        if value is not None
+    }
+
+
+def read_section(values: Mapping[str, Any], place: Place, where: str) -> Section:
+    """A JSON section; null means "not given"."""
+    known_keys(values, keys_in(place), where)
+    plain: dict[str, dict[str, Any]] = {"save": {}, "reduction": {}, "rest": {}}
+    by_mode: dict[ModeKeys, dict[str, Any]] = {}
+    for key, value in values.items():
+        if value is None:
+            continue
+        mode, dot, bare = key.rpartition(".")
+        parameter = PARAMETERS[bare]
+        found = (parameter.in_text or parameter.read)(key, value)
+        if dot:
+            by_mode.setdefault(ModeKeys[mode.upper()], {})[bare] = found
+        elif parameter.by_mode:
+            plain["save"][bare] = found
+        else:
+            plain["reduction" if bare in _REDUCTION else "rest"][bare] = found
+    return Section(save_by_mode=by_mode, **plain)

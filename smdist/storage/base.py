@@ -3,12 +3,18 @@
 Called from one event loop, by whoever owns the store (the uploader process, a trial's reader
 thread). A key is relative, uses '/', and never leaves the store: `check_key` refuses the rest.
 
-- `put` is atomic: a reader sees all of it or none, whatever dies. It replaces what was there, so
-  repeating a put with the same bytes changes nothing. With `if_absent` it raises ObjectExists
-  instead; correctness must not depend on that, as some S3 servers ignore it.
-- `get` of `[start, stop)` or of the whole; ObjectNotFound when there is no such key.
-- `list` gives keys under a prefix in text order, `after` excluded and what comes before it too.
+- `check`, once before the first put, by who wants to know early: raises what a put would raise,
+  and leaves nothing behind.
+- `put` is atomic: a reader sees all of it or none, whatever process dies. It replaces what was there,
+  so repeating a put with the same bytes changes nothing. With `if_absent` it raises ObjectExists
+  instead; correctness must not depend on that, as some S3 servers ignore it. The buffers are the
+  caller's again when the call returns or raises, cancellation included.
+- `get` of `[start, stop)` or of the whole; ObjectNotFound when there is no such key. A range that
+  reaches past the end gives what there is, maybe nothing.
+- `list` gives keys that begin with a prefix, in text order, `after` excluded and what comes before
+  it too.
 - `delete` of a key that is not there is no error.
+- `close`, once, last.
 
 Only "not found" is an empty answer. Anything else raises a StoreError that names url, key and
 operation: StoreFull, StoreForbidden, or plain StoreError (worth trying again).
@@ -21,7 +27,7 @@ from typing import Protocol, Union, runtime_checkable
 
 from smdist.errors import StoreError
 
-__all__ = ["Buffer", "Store", "check_key"]
+__all__ = ["Buffer", "Store", "check_key", "check_range"]
 
 Buffer = Union[bytes, bytearray, memoryview]  # noqa: UP007 (3.10)
 
@@ -30,6 +36,8 @@ Buffer = Union[bytes, bytearray, memoryview]  # noqa: UP007 (3.10)
 class Store(Protocol):
     @property
     def url(self) -> str: ...
+
+    async def check(self) -> None: ...
 
     async def put(self, key: str, data: Sequence[Buffer], *, if_absent: bool = False) -> None: ...
 
@@ -43,7 +51,21 @@ class Store(Protocol):
 
 
 def check_key(url: str, key: str) -> str:
-    """`key` itself, or StoreError when it could leave the store."""
-    if not key or key.startswith("/") or "\0" in key or ".." in key.split("/"):
-        raise StoreError(url, key, "use", "not a key of a store")
+    """`key` itself, or StoreError when it could leave the store or be another key's twin.
+
+    No part of a key is empty or begins with a dot: `.`, `..` and hidden files are a store's own.
+    """
+    parts = key.split("/")
+    if "\0" in key or any(not part or part.startswith(".") for part in parts):
+        raise StoreError(url, key, "use", "not a key: each part needs a name without leading dot")
+    # Limits of file systems (per part) and of S3 (in all), held by every store alike.
+    if len(key.encode(errors="surrogatepass")) > 1024 or any(
+        len(part.encode(errors="surrogatepass")) > 255 for part in parts
+    ):
+        raise StoreError(url, key, "use", "not a key: longer than 1024 bytes, or a part than 255")
     return key
+
+
+def check_range(start: int, stop: int | None) -> None:
+    if start < 0 or (stop is not None and stop < 0):
+        raise ValueError(f"a range counts from the start of an object: [{start}, {stop})")

@@ -1,0 +1,302 @@
+"""A directory as a store.
+
+A put writes a temporary in `<root>/.tmp` and renames it, so readers, also on other machines that
+share the file system, see all of an object or none. Temporaries that a killed writer left behind
+are never listed nor readable, and go away when they are a day old. Files get the mode that the
+umask says: teammates can read a shared directory.
+
+A put that returned is safe from the death of any process; `durable` makes it wait for the disk too,
+which costs throughput and protects against the machine's own end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn, TypeVar
+
+from smdist.errors import (
+    ObjectExists,
+    ObjectNotFound,
+    StoreError,
+    StoreForbidden,
+    StoreFull,
+)
+from smdist.storage.base import Buffer, check_key, check_range
+
+__all__ = ["LocalStore"]
+
+T = TypeVar("T")
+
+_TEMPORARY = ".tmp"
+_STALE_S = 24 * 3600.0
+_IOV_MAX = 1024
+_PROBE = bytes(64 << 10)
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
+_NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+
+
+class LocalStore:
+    """Loop-agnostic: file work runs in threads, so the caller's loop stays free."""
+
+    def __init__(self, root: str | os.PathLike[str], *, durable: bool = False) -> None:
+        self._root = os.path.abspath(os.path.expanduser(os.fspath(root)))
+        self._temporaries = os.path.join(self._root, _TEMPORARY)
+        self._durable = durable
+        self._swept = False
+
+    @property
+    def url(self) -> str:
+        return self._root
+
+    def __repr__(self) -> str:
+        return f"LocalStore({self._root!r})"
+
+    async def check(self) -> None:
+        await _in_thread(self._check)
+
+    async def put(self, key: str, data: Sequence[Buffer], *, if_absent: bool = False) -> None:
+        path = self._path(key)
+        await _in_thread(lambda stop: self._put(key, path, data, if_absent, stop), lent=True)
+
+    async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        path = self._path(key)
+        check_range(start, stop)
+        return await _in_thread(lambda _: self._get(key, path, start, stop))
+
+    async def list(self, prefix: str = "", *, after: str = "") -> Sequence[str]:
+        return await _in_thread(lambda _: self._list(prefix, after))
+
+    async def delete(self, key: str) -> None:
+        path = self._path(key)
+        await _in_thread(lambda _: self._delete(key, path))
+
+    async def close(self) -> None:
+        """Leave no empty directory of ours behind; another writer makes it again if it needs it."""
+        with contextlib.suppress(OSError):
+            os.rmdir(self._temporaries)
+
+    # -- in a thread ---------------------------------------------------------------------------
+
+    def _path(self, key: str) -> str:
+        return os.path.join(self._root, check_key(self._root, key))
+
+    def _check(self, stop: threading.Event) -> None:
+        if os.path.exists(self._root) and not os.path.isdir(self._root):
+            detail = "it is a file; choose a directory, or a path that does not exist yet"
+            raise StoreForbidden(self._root, "", "write", detail)
+        try:
+            descriptor, temporary = self._temporary()
+            try:
+                _write(descriptor, [_PROBE], stop)
+            finally:
+                os.close(descriptor)
+                os.unlink(temporary)
+                with contextlib.suppress(OSError):  # another writer is at work in it
+                    os.rmdir(self._temporaries)
+        except OSError as error:
+            self._refuse(error, "", "write")
+
+    def _put(
+        self, key: str, path: str, data: Sequence[Buffer], if_absent: bool, stop: threading.Event
+    ) -> None:
+        try:
+            descriptor, temporary = self._temporary()
+        except OSError as error:
+            self._refuse(error, key, "put")
+        try:
+            try:
+                _write(descriptor, data, stop)
+                if self._durable:
+                    os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            if if_absent:
+                _link(temporary, path)
+            else:
+                os.rename(temporary, path)
+            if self._durable:
+                _sync_directory(os.path.dirname(path))
+        except FileExistsError as error:
+            if not if_absent or not os.path.isfile(path):
+                self._refuse(error, key, "put")
+            raise ObjectExists(self._root, key, "put") from None
+        except OSError as error:
+            self._refuse(error, key, "put")
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+
+    def _temporary(self) -> tuple[int, str]:
+        if not self._swept:
+            self._swept = True
+            self._sweep()
+        path = os.path.join(self._temporaries, uuid.uuid4().hex)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        for _ in range(8):
+            # Another writer's close() may remove the directory between the two calls.
+            os.makedirs(self._temporaries, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                return os.open(path, flags, 0o666), path
+        return os.open(path, flags, 0o666), path
+
+    def _sweep(self) -> None:
+        oldest = time.time() - _STALE_S
+        with contextlib.suppress(OSError), os.scandir(self._temporaries) as found:
+            for entry in found:
+                if entry.stat(follow_symlinks=False).st_mtime < oldest:
+                    os.unlink(entry.path)
+
+    def _get(self, key: str, path: str, start: int, stop: int | None) -> bytes:
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                size = os.fstat(descriptor).st_size
+                end = size if stop is None else min(stop, size)
+                return _read(descriptor, start, max(0, end - start))
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            if error.errno in _NOT_THERE:
+                raise ObjectNotFound(self._root, key, "get") from None
+            self._refuse(error, key, "get")
+
+    def _list(self, prefix: str, after: str) -> Sequence[str]:
+        folder = prefix.rpartition("/")[0]
+        if folder:
+            check_key(self._root, folder)
+        try:
+            return sorted(self._walk(folder, prefix, after))
+        except OSError as error:
+            self._refuse(error, prefix, "list")
+
+    def _walk(self, folder: str, prefix: str, after: str) -> Iterator[str]:
+        try:
+            with os.scandir(os.path.join(self._root, folder)) as found:
+                entries = list(found)
+        except (FileNotFoundError, NotADirectoryError):
+            # Never there, or gone since its parent was read. A root that is a file holds no key.
+            return
+        for entry in entries:
+            # Ours, and those of NFS, which keeps replaced open files as `.nfs...`.
+            if entry.name.startswith("."):
+                continue
+            key = f"{folder}/{entry.name}" if folder else entry.name
+            if entry.is_dir(follow_symlinks=False):
+                inside = f"{key}/"
+                if _may_match(inside, prefix) and (inside > after or after.startswith(inside)):
+                    yield from self._walk(key, prefix, after)
+            elif key.startswith(prefix) and key > after:
+                yield key
+
+    def _delete(self, key: str, path: str) -> None:
+        try:
+            os.unlink(path)
+        except OSError as error:
+            if error.errno not in _NOT_THERE:
+                self._refuse(error, key, "delete")
+
+    def _refuse(self, error: OSError, key: str, operation: str) -> NoReturn:
+        kind, advice = StoreError, ""
+        if error.errno in _FULL:
+            kind, advice = StoreFull, "; free some space or choose another out_dir"
+        elif error.errno in _FORBIDDEN:
+            kind, advice = StoreForbidden, "; choose a directory that this user may write"
+            if operation in ("get", "list"):
+                advice = "; ask for the right to read it"
+        elif error.errno in (errno.ENOTDIR, errno.EEXIST, errno.EISDIR):
+            kind, advice = StoreForbidden, "; a file is where a directory should be, or the reverse"
+        raise kind(self._root, key, operation, f"{error.strerror}{advice}") from error
+
+
+def _may_match(inside: str, prefix: str) -> bool:
+    return inside.startswith(prefix) or prefix.startswith(inside)
+
+
+def _write(descriptor: int, data: Sequence[Buffer], stop: threading.Event) -> None:
+    """All buffers, in order, without joining them. A writev may write less than it was given."""
+    views = [_flat(memoryview(buffer)) for buffer in data if memoryview(buffer).nbytes]
+    first = 0
+    while first < len(views):
+        if stop.is_set():
+            raise InterruptedError(errno.EINTR, "the caller gave up")
+        written = os.writev(descriptor, views[first : first + _IOV_MAX])
+        while first < len(views) and written >= views[first].nbytes:
+            written -= views[first].nbytes
+            first += 1
+        if written:
+            views[first] = views[first][written:]
+
+
+def _flat(view: memoryview) -> memoryview:
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+
+
+def _read(descriptor: int, start: int, size: int) -> bytes:
+    data = os.pread(descriptor, size, start)
+    if len(data) == size:
+        return data
+    chunks = [data]  # the kernel gives at most 2 GiB at once
+    at = start + len(data)
+    while at < start + size and (data := os.pread(descriptor, start + size - at, at)):
+        chunks.append(data)
+        at += len(data)
+    return b"".join(chunks)
+
+
+def _link(temporary: str, path: str) -> None:
+    try:
+        os.link(temporary, path)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        # No hard links here (some FUSE file systems). Two writers may both win then, as the
+        # contract allows; each object is still whole.
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, "exists", path) from None
+        os.rename(temporary, path)
+
+
+def _sync_directory(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+async def _in_thread(work: Callable[[threading.Event], T], *, lent: bool = False) -> T:
+    """Run `work` off the loop. Cancelled, it is told to stop, and waited for if buffers are lent."""
+    stop = threading.Event()
+    try:
+        future = asyncio.get_running_loop().run_in_executor(None, work, stop)
+    except RuntimeError:
+        # The interpreter is going down and starts no more threads; a last put still counts.
+        try:
+            return work(stop)
+        finally:
+            stop.set()
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        stop.set()
+        future.add_done_callback(_retrieve)
+        while lent and not future.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([future])
+        raise
+
+
+def _retrieve(future: asyncio.Future[T]) -> None:
+    # Nobody waits for it any more; unretrieved, asyncio would complain of its exception.
+    if not future.cancelled():
+        future.exception()

@@ -1,0 +1,102 @@
+"""One event loop on one daemon thread, for callers that are not asynchronous.
+
+`run` may be called from any thread but the loop's own. After a fork the child gets a loop of its
+own at its first `run`; the parent's is left alone. At exit the loop is stopped and closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import os
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+__all__ = ["run"]
+
+T = TypeVar("T")
+
+
+class _Loop:
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self._work, name="smdist-loop", daemon=True)
+        try:
+            self.thread.start()
+        except RuntimeError:
+            self.loop.close()
+            raise
+
+    def _work(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+        finally:
+            tasks = asyncio.all_tasks(self.loop)
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                self.loop.run_until_complete(asyncio.wait(tasks))
+            # Not shutdown_default_executor: it starts a thread, which an exiting interpreter refuses,
+            # and the executor's threads have been joined before this.
+            self.loop.close()
+
+    def stop(self) -> None:
+        with contextlib.suppress(RuntimeError):  # closed already
+            self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(timeout=5.0)
+
+
+_lock = threading.Lock()
+_current: _Loop | None = None
+# Closing a forked copy would unregister the parent's descriptors from the epoll they share, and
+# collecting it would warn of an unclosed loop: it is kept, untouched, until the process ends.
+_inherited: list[_Loop] = []
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Result of `coroutine`. An interrupt (Ctrl-C) cancels it."""
+    try:
+        background = _background()
+    except RuntimeError:
+        # The interpreter is going down and starts no more threads.
+        return asyncio.run(coroutine)
+    if threading.current_thread() is background.thread:
+        coroutine.close()
+        raise RuntimeError("run() was called from the loop that it would wait for")
+    future = asyncio.run_coroutine_threadsafe(coroutine, background.loop)
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise
+
+
+def _background() -> _Loop:
+    global _current
+    with _lock:
+        if _current is None or not _current.thread.is_alive():
+            _current = _Loop()
+        return _current
+
+
+def _after_fork() -> None:
+    global _current, _lock
+    _lock = threading.Lock()
+    if _current is not None:
+        _inherited.append(_current)
+        _current = None
+
+
+def _at_exit() -> None:
+    global _current
+    with _lock:
+        background, _current = _current, None
+    if background is not None:
+        background.stop()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+atexit.register(_at_exit)

@@ -78,10 +78,11 @@ $(VENV)/smdist.stamp: pyproject.toml setup.py constraints/main.txt smdist/_kerne
 	@echo "[2/4] $(TORCH) (the largest download)"
 	@$(BIN)/python $(PIP_INSTALL) -c constraints/main.txt setuptools "$(TORCH)"
 	@echo "[3/4] smdist, its compiled kernel and its dependencies"
+	@rm -f smdist/_kernel*.so  # the kernel is optional: an old one must not outlive a failed build
 	@$(BIN)/python $(PIP_INSTALL) -c constraints/main.txt $(EDITABLE) '.[dev]'
 	@echo "[4/4] checking the installation"
 	@$(BIN)/python -m pip check
-	@$(BIN)/python -c 'import smdist._kernel' || echo "The kernel was not compiled (is there a C compiler?): smdist will use numpy, which is slower."
+	@$(BIN)/python -c 'import smdist._kernel' 2>/dev/null || echo "The kernel was not compiled (is there a C compiler?): smdist will use numpy, which is slower."
 	@touch $@
 
 test-oldest: $(OLDEST)/smdist.stamp
@@ -92,6 +93,7 @@ $(OLDEST)/smdist.stamp: pyproject.toml setup.py constraints/oldest.txt smdist/_k
 	$(call make_venv,$(PYTHON310),$(OLDEST))
 	@echo "[2/2] smdist with the oldest versions it supports, without torch"
 	@$(OLDEST)/bin/python $(PIP_INSTALL) -c constraints/oldest.txt setuptools
+	@rm -f smdist/_kernel*.so
 	@$(OLDEST)/bin/python $(PIP_INSTALL) -c constraints/oldest.txt $(EDITABLE) '.[test]'
 	@touch $@
 

@@ -18,14 +18,15 @@ import mmap
 import os
 import re
 import struct
+import sys
+import time
 from collections.abc import Callable
-from pathlib import Path
 
 import google_crc32c
 import msgspec
 
 from smdist.errors import SpoolUnavailable
-from smdist.record import Declare, Inline, Part, Piece, Record
+from smdist.record import Declare, Inline, Part, Piece, Record, Trouble
 from smdist.workers.spool import Spool, no_room
 
 __all__ = ["JournalFileFull", "JournalReader", "JournalWriter"]
@@ -72,7 +73,8 @@ class JournalWriter:
         if self._at + need + _FRAME.size > self._size:
             raise JournalFileFull
         frame = _FRAME.pack(len(payload), google_crc32c.value(payload)) + payload
-        os.pwrite(self._fd, frame, self._at)
+        if os.pwrite(self._fd, frame, self._at) != len(frame):
+            raise SpoolUnavailable(f"a journal record in {self._spool.path} was cut short")
         self._at += need
         self.next_ordinal += 1
         return self.next_ordinal - 1
@@ -100,16 +102,15 @@ class JournalWriter:
 
 def _reserve(spool: Spool, name: str, size: int) -> int:
     """A new file of `size` bytes that the file system has promised, in memory or on disk."""
-    for place in (lambda: spool.path, spool.make_overflow):
-        path = place() / name
-        descriptor = os.open(
-            path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600
-        )
+    for in_memory in (True, False):
+        path, descriptor = (spool.path if in_memory else spool.make_overflow()) / name, -1
         try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             os.posix_fallocate(descriptor, 0, size)
         except OSError as error:
-            os.close(descriptor)
-            path.unlink()
+            if descriptor >= 0:
+                os.close(descriptor)
+                path.unlink()
             if not no_room(error):
                 raise
             continue
@@ -125,25 +126,27 @@ class JournalReader:
 
     def __init__(self, spool: Spool, start: int = 0) -> None:
         self._spool = spool
-        self._decode: Callable[[memoryview], Record] = msgspec.msgpack.Decoder(
-            Record
-        ).decode
+        self._decode: Callable[[bytes], Record] = msgspec.msgpack.Decoder(Record).decode
         self._start = start
         self._firsts: dict[int, int] = {}  # file index -> ordinal of its first record
         self._map: mmap.mmap | None = None
         self._index, self._at, self._ordinal = -1, 0, 0
         self._kinds: dict[int, Declare] = {}
 
-    def read(self) -> list[Piece]:
-        """What was wholly written since the last call."""
+    def read(self, most: int = sys.maxsize) -> list[Piece]:
+        """What was wholly written since the last call, up to `most` records.
+
+        A record that cannot be understood is given as a Trouble that says so: it keeps its place.
+        """
         pieces: list[Piece] = []
         if self._map is None and not self._open_first():
             return pieces
-        while True:
+        while len(pieces) < most:
             assert self._map is not None
             length, checksum = _FRAME.unpack_from(self._map, self._at)
             if length == _CONTINUED:
-                self._open(self._index + 1)
+                if not self._open(self._index + 1):
+                    return pieces
                 continue
             end = self._at + _FRAME.size + length
             if length == 0 or end > len(self._map):
@@ -152,16 +155,26 @@ class JournalReader:
                 payload = bytes(view[self._at + _FRAME.size : end])
             if google_crc32c.value(payload) != checksum:
                 return pieces
-            self._accept(self._decode(memoryview(payload)), pieces)
+            piece = self._piece(payload)
+            if self._ordinal >= self._start:
+                pieces.append(piece)
+            self._ordinal += 1
             self._at += _padded(length)
+        return pieces
 
-    def _accept(self, record: Record, pieces: list[Piece]) -> None:
-        if isinstance(record, Declare):
-            self._kinds[record.kind] = record
-        kind = self._kinds[record.kind] if isinstance(record, (Part, Inline)) else None
-        if self._ordinal >= self._start:
-            pieces.append(Piece(self._ordinal, record, kind))
-        self._ordinal += 1
+    def _piece(self, payload: bytes) -> Piece:
+        try:
+            record = self._decode(payload)
+            if isinstance(record, Declare):
+                self._kinds[record.kind] = record
+            kind = self._kinds[record.kind] if isinstance(record, (Part, Inline)) else None
+        except (msgspec.DecodeError, KeyError) as error:
+            return Piece(self._ordinal, self._unreadable(error), None)
+        return Piece(self._ordinal, record, kind)
+
+    def _unreadable(self, error: Exception) -> Trouble:
+        what = "names an undeclared kind" if isinstance(error, KeyError) else f"is none: {error}"
+        return Trouble(f"journal record {self._ordinal} {what}; left out", -1, time.time())
 
     def _open_first(self) -> bool:
         """The newest file that begins at or before `start`."""
@@ -175,32 +188,35 @@ class JournalReader:
             first = self._first_of(index)
             if first is not None:
                 self._firsts[index] = first
-        candidates = [
-            index for index, first in self._firsts.items() if first <= self._start
-        ]
-        if not candidates:
+        if not self._firsts:
             return False
-        self._open(max(candidates))
-        return True
+        # None begins early enough only if files were lost; what is left is still worth reading.
+        early = [index for index, first in self._firsts.items() if first <= self._start]
+        return self._open(max(early, default=min(self._firsts)))
 
     def _first_of(self, index: int) -> int | None:
-        with self._spool.find(_file_name(index)).open("rb") as handle:
-            header = handle.read(_HEADER.size)
+        try:
+            with self._spool.find(_file_name(index)).open("rb") as handle:
+                header = handle.read(_HEADER.size)
+        except (SpoolUnavailable, FileNotFoundError):  # its reservation failed just now
+            return None
         if len(header) < _HEADER.size:
             return None
         magic, first = _HEADER.unpack(header)
         return int(first) if magic == _MAGIC else None
 
-    def _open(self, index: int) -> None:
+    def _open(self, index: int) -> bool:
+        first = self._first_of(index)
+        if first is None:  # after a power cut, a file may be less than the one before it promised
+            return False
         if self._map is not None:
             self._map.close()
-        path = self._spool.find(_file_name(index))
-        with path.open("rb") as handle:
+        with self._spool.find(_file_name(index)).open("rb") as handle:
             self._map = mmap.mmap(handle.fileno(), 0, prot=mmap.PROT_READ)
-        _, first = _HEADER.unpack_from(self._map, 0)
         self._firsts[index] = first
         self._index, self._at, self._ordinal = index, _HEADER.size, first
         self._kinds = {}
+        return True
 
     def drop_before(self, ordinal: int) -> None:
         """Remove files whose records are all below `ordinal`."""
@@ -208,7 +224,7 @@ class JournalReader:
             following = self._firsts.get(index + 1)
             if following is None or following > ordinal or index >= self._index:
                 return
-            self._spool.find(_file_name(index)).unlink()
+            self._spool.find(_file_name(index)).unlink(missing_ok=True)
             del self._firsts[index]
 
     def close(self) -> None:

@@ -25,8 +25,8 @@ from pathlib import Path
 import msgspec
 
 from smdist.errors import SpoolUnavailable
-from smdist.manifest import Run, Session
 from smdist.identity import worker_name
+from smdist.manifest import Run, Session
 
 __all__ = ["Doorbell", "Spool", "SpoolBusy", "SpoolInfo", "UploadOptions", "spool_name"]
 
@@ -35,9 +35,7 @@ class UploadOptions(msgspec.Struct, frozen=True):
     linger_s: float = 2.0
     segment_bytes: int = 32 << 20
     heartbeat_s: float = 5.0
-    drain_deadline_s: float = (
-        900.0  # how long to keep trying after the training process is gone
-    )
+    drain_deadline_s: float = 900.0  # how long to keep trying after the training process is gone
     nice: int = 5
 
 
@@ -48,7 +46,8 @@ class SpoolInfo(msgspec.Struct, frozen=True):
     upload: UploadOptions
     trainer_pid: int
     trainer_start: int  # start time of the process in clock ticks, 0 when unknown
-    overflow: str  # folder for what does not fit beside this file; made when needed
+    # Folder for what does not fit beside this file, in a private root; made when needed.
+    overflow: str
 
 
 class SpoolBusy(SpoolUnavailable):
@@ -63,20 +62,33 @@ def spool_name(info: SpoolInfo) -> str:
 
 def private_root(root: Path) -> Path:
     """`<root>/smdist-<uid>`, ours alone: a shared tmpfs is open to everybody on the machine."""
-    folder = root / f"smdist-{os.geteuid()}"
+    return root / f"smdist-{os.geteuid()}"
+
+
+def _check_private(folder: Path) -> None:
+    status = folder.lstat()
+    if folder.is_symlink() or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise SpoolUnavailable(
+            f"{folder} is not a private folder of this user; remove it or set SMDIST_SPOOL_DIR"
+        )
+
+
+def _make_private(folder: Path, *, exist_ok: bool = False) -> None:
+    """Make `<root>/smdist-<uid>/<name>`, for us alone."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.lstat()
+        for _ in range(10):
+            with contextlib.suppress(FileNotFoundError):
+                folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                _check_private(folder.parent)
+                folder.mkdir(mode=0o700, exist_ok=exist_ok)
+                return
+            # Another rank removed the private root, as it does whenever it finds it empty.
+        raise FileNotFoundError(errno.ENOENT, "it is removed again and again")
     except OSError as error:
         raise SpoolUnavailable(
             f"cannot make the spool folder {folder}: {error.strerror}; set SMDIST_SPOOL_DIR to a "
             "writable directory"
         ) from error
-    if folder.is_symlink() or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise SpoolUnavailable(
-            f"{folder} is not a private folder of this user; remove it or set SMDIST_SPOOL_DIR"
-        )
-    return folder
 
 
 class Spool:
@@ -88,15 +100,15 @@ class Spool:
     def create(cls, info: SpoolInfo, root: Path) -> Spool:
         """Called once by the training process, before its uploader starts."""
         path = private_root(root) / spool_name(info)
+        _make_private(path)
         try:
-            path.mkdir(mode=0o700)
             os.mkfifo(path / "doorbell", 0o600)
-            (path / "spool.json").write_bytes(msgspec.json.encode(info))
+            # Last, and at once: a folder is a spool from then on, for whoever looks for spools.
+            (path / "spool.new").write_bytes(msgspec.json.encode(info))
+            (path / "spool.new").rename(path / "spool.json")
         except OSError as error:
             shutil.rmtree(path, ignore_errors=True)
-            raise SpoolUnavailable(
-                f"cannot make the spool {path}: {error.strerror}"
-            ) from error
+            raise SpoolUnavailable(f"cannot make the spool {path}: {error.strerror}") from error
         return cls(path, info)
 
     @classmethod
@@ -104,10 +116,11 @@ class Spool:
         try:
             data = (path / "spool.json").read_bytes()
         except OSError as error:
-            raise SpoolUnavailable(
-                f"{path} is not a spool: {error.strerror}"
-            ) from error
-        return cls(path, msgspec.json.decode(data, type=SpoolInfo))
+            raise SpoolUnavailable(f"{path} is not a spool: {error.strerror}") from error
+        try:
+            return cls(path, msgspec.json.decode(data, type=SpoolInfo))
+        except msgspec.DecodeError as error:
+            raise SpoolUnavailable(f"{path} is not a spool of this version: {error}") from error
 
     @property
     def overflow(self) -> Path:
@@ -116,11 +129,16 @@ class Spool:
     @property
     def places(self) -> tuple[Path, ...]:
         """Folders that hold arenas and journal files: this one, and the overflow if there is one."""
-        return (self.path, self.overflow) if self.overflow.is_dir() else (self.path,)
+        return (self.path, self.overflow) if self._has_overflow() else (self.path,)
+
+    def _has_overflow(self) -> bool:
+        """An empty `info.overflow` is none, not the current directory; it may be this very folder."""
+        return bool(self.info.overflow) and self.overflow != self.path and self.overflow.is_dir()
 
     def make_overflow(self) -> Path:
-        private_root(self.overflow.parent.parent)
-        self.overflow.mkdir(mode=0o700, exist_ok=True)
+        if not self.info.overflow:
+            raise SpoolUnavailable(f"no room in {self.path}, and no other place is set")
+        _make_private(self.overflow, exist_ok=True)
         return self.overflow
 
     def find(self, name: str) -> Path:
@@ -132,17 +150,31 @@ class Spool:
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """Held by the one process that uploads from this spool; freed by the kernel if it dies."""
-        with (self.path / "lock").open("w") as handle:
+        try:
+            handle = (self.path / "lock").open("w")
+        except FileNotFoundError as error:
+            raise SpoolUnavailable(f"the spool {self.path} is gone") from error
+        with handle:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 raise SpoolBusy(f"another uploader works on {self.path}") from error
+            if not (self.path / "spool.json").exists():  # removed between open and flock
+                raise SpoolUnavailable(f"the spool {self.path} is gone")
             yield
 
     def remove(self) -> None:
-        shutil.rmtree(self.overflow, ignore_errors=True)
+        """Can be repeated if it is interrupted: what makes the folder a spool goes last."""
+        folders = [self.path.parent]
+        if self._has_overflow():
+            shutil.rmtree(self.overflow, ignore_errors=True)
+            folders.append(self.overflow.parent)
+        for entry in self.path.iterdir() if self.path.is_dir() else ():
+            if entry.name not in ("spool.json", "lock"):
+                with contextlib.suppress(OSError):
+                    entry.unlink()
         shutil.rmtree(self.path, ignore_errors=True)
-        for folder in (self.overflow.parent, self.path.parent):
+        for folder in folders:
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
@@ -151,9 +183,7 @@ class Doorbell:
     """Either end of the FIFO. Both open it for reading and writing: no end can block or break."""
 
     def __init__(self, spool: Spool) -> None:
-        self._fd = os.open(
-            spool.path / "doorbell", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC
-        )
+        self._fd = os.open(spool.path / "doorbell", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def ring(self) -> None:
         with contextlib.suppress(BlockingIOError):  # it rings already

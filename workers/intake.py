@@ -1,0 +1,68 @@
+"""What the uploader has read of the journal and not yet handed on, and what it learnt from it."""
+
+from __future__ import annotations
+
+from smdist.manifest import Heartbeat
+from smdist.pipeline.batching import Pending
+from smdist.record import Close, Drop, End, Inline, Part, Record
+from smdist.workers.commit import Ending
+from smdist.workers.journal import JournalReader
+from smdist.workers.spool import SpoolInfo
+
+__all__ = ["Intake"]
+
+_MOST_RECORDS = 50_000  # held at once; the rest waits in the journal
+
+
+class Intake:
+    def __init__(self, info: SpoolInfo) -> None:
+        self._info = info
+        self.pending = Pending()
+        self.end: End | None = None
+        self._step = -1
+        self._open: Part | Inline | Drop | None = None
+        self._closed: Close | None = None
+
+    def read(self, journal: JournalReader, now: float) -> bool:
+        """Take in what is new; True when that was all the journal holds."""
+        room = _MOST_RECORDS - len(self.pending)
+        if room <= 0:
+            return False
+        pieces = journal.read(room)
+        for piece in pieces:
+            self._note(piece.record)
+        self.pending.add(pieces, now)
+        return len(pieces) < room
+
+    def _note(self, record: Record) -> None:
+        if isinstance(record, End):
+            self.end = record
+        elif isinstance(record, Close):
+            self._closed, self._open = record, None
+            self._step = max(self._step, record.step)
+        elif isinstance(record, (Part, Inline, Drop)):
+            self._step = max(self._step, record.step)
+            if self._closed is None or record.ref != self._closed.ref:  # else: a late part
+                self._open = record
+
+    def heartbeat(self, now: float, bytes_in_flight: int) -> Heartbeat:
+        session = self._info.session
+        return Heartbeat(
+            session=session.session,
+            rank=session.rank,
+            attempt=session.attempt,
+            time=now,
+            interval_s=self._info.upload.heartbeat_s,
+            step=self._step,
+            pending_bytes=self.pending.nbytes + bytes_in_flight,
+        )
+
+    def ending(self) -> Ending:
+        """How the rank ended, given that no more records will come."""
+        if self.end is not None:
+            return Ending("ended", self.end.reason)
+        reason = f"process {self._info.trainer_pid} on {self._info.session.host} died without closing its hook"
+        if self._open is not None:
+            mode, mode_step, _ = self._open.ref
+            return Ending("lost", f"{reason}, within step {mode_step} of {mode.name}")
+        return Ending("lost", reason)

@@ -1,0 +1,126 @@
+"""How the uploader bears a store that refuses: it tries again, tells, and loses nothing.
+
+`insist` repeats one operation with growing, jittered pauses until it succeeds. Meanwhile the ledger
+says what is wrong and since when (the hook shows it), and the user gets one line at once and
+another one rarely. Only `deadline`, set once the training process is gone, ends it: GaveUp.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from smdist.errors import CaptureError, StoreForbidden, StoreFull
+from smdist.workers.ledger import Ledger
+
+__all__ = ["Conflict", "GaveUp", "Patience", "readable_bytes"]
+
+T = TypeVar("T")
+
+_FIRST_PAUSE_S, _MOST_PAUSE_S = 0.05, 10.0
+_REPEAT_S = (60.0, 300.0, 900.0)  # when to say the same again; the last one for ever
+
+
+class GaveUp(CaptureError):
+    """The store refused until the deadline."""
+
+
+class Conflict(CaptureError):
+    """The store holds something under our keys that is not ours; trying again changes nothing."""
+
+
+class Patience:
+    """Used on one event loop."""
+
+    def __init__(
+        self, ledger: Ledger, say: Callable[[str], None], pending_bytes: Callable[[], int]
+    ) -> None:
+        self._ledger, self._say, self._pending_bytes = ledger, say, pending_bytes
+        self._failing: dict[str, float] = {}  # what -> since when, by the wall clock
+        self._said_at, self._times_said = 0.0, 0
+        self._deadline: float | None = None
+
+    def end_at(self, deadline: float) -> None:
+        """Give up at `deadline` (monotonic); the first one set counts."""
+        self._deadline = deadline if self._deadline is None else self._deadline
+
+    @property
+    def over(self) -> bool:
+        return self._deadline is not None and time.monotonic() >= self._deadline
+
+    async def insist(
+        self,
+        what: str,
+        operation: Callable[[], Awaitable[T]],
+        only: tuple[type[Exception], ...] = (Exception,),
+    ) -> T:
+        """`what` names the operation, in words for the user; `only` says what to bear."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                result = await operation()
+            except (GaveUp, Conflict):
+                raise
+            except only as error:
+                self.failed(what, error)
+            else:
+                self.succeeded(what)
+                return result
+            await self._pause(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(pause_s * 2, _MOST_PAUSE_S)
+
+    async def _pause(self, pause_s: float) -> None:
+        if self._deadline is not None:
+            pause_s = min(pause_s, max(self._deadline - time.monotonic(), 0.0))
+        if self.over:
+            raise GaveUp(self._ledger.trouble)
+        await asyncio.sleep(pause_s)
+
+    def failed(self, what: str, error: Exception) -> None:
+        since = self._failing.setdefault(what, time.time())
+        clock = time.strftime("%H:%M:%S", time.localtime(since))
+        self._ledger.trouble = f"{what} fails since {clock}: {_text(error)}"
+        now = time.monotonic()
+        again_s = _REPEAT_S[min(self._times_said, len(_REPEAT_S)) - 1]
+        if self._times_said and now < self._said_at + again_s:
+            return
+        self._times_said, self._said_at = self._times_said + 1, now
+        self._say(
+            f"{self._ledger.trouble}; {_remedy(error)}. Training goes on, {_waiting(self._pending_bytes())}, "
+            "and it is tried again"
+        )
+
+    def succeeded(self, what: str) -> None:
+        if self._failing.pop(what, None) is None or self._failing:
+            return
+        self._ledger.trouble = ""
+        if self._times_said:
+            self._say("the store works again")
+            self._times_said = 0
+
+
+def _text(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+def _remedy(error: Exception) -> str:
+    if isinstance(error, StoreFull):
+        return "free some space there"
+    if isinstance(error, StoreForbidden):
+        return "let this user write there"
+    return "check that the store can be reached"
+
+
+def _waiting(nbytes: int) -> str:
+    return f"{readable_bytes(nbytes)} wait" if nbytes else "nothing is lost"
+
+
+def readable_bytes(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"

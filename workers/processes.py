@@ -1,0 +1,97 @@
+"""Is that process still there? Told apart from a later process that was given the same number.
+
+start_ticks(pid)             what to remember of a process besides its number
+alive(pid, ticks)            asked once
+async with watching(...)     asked by the kernel (pidfd) or, where there is none, by polling
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+__all__ = ["alive", "start_ticks", "watching"]
+
+_POLL_S = 0.5
+_STATE, _START = 0, 19  # fields of /proc/<pid>/stat, counted behind the command's name
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Its fields behind the name, None when there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return text.rpartition(")")[2].split()  # the name itself may hold blanks and brackets
+
+
+def start_ticks(pid: int) -> int:
+    """When it started, in clock ticks since boot; 0 when there is no such process or no /proc."""
+    fields = _stat(pid)
+    return int(fields[_START]) if fields else 0
+
+
+def alive(pid: int, ticks: int = 0) -> bool:
+    """Does the process that was `pid` and started at `ticks` (0: unknown) still run?
+
+    One that has ended and waits for its parent to notice does not.
+    """
+    fields = _stat(pid)
+    if fields is not None:
+        return fields[_STATE] not in ("Z", "X") and ticks in (0, int(fields[_START]))
+    if Path("/proc/self/stat").exists():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+@contextlib.asynccontextmanager
+async def watching(pid: int, ticks: int, poll_s: float = _POLL_S) -> AsyncIterator[asyncio.Event]:
+    """An event that is set once that process is gone. Used within one event loop."""
+    gone = asyncio.Event()
+    descriptor = _open(pid)
+    # Only now: from here on the descriptor cannot mean a later process of the same number.
+    if not alive(pid, ticks):
+        gone.set()
+    loop = asyncio.get_running_loop()
+    poll: asyncio.Task[None] | None = None
+    if descriptor >= 0:
+        loop.add_reader(descriptor, _told, loop, descriptor, gone)
+    else:
+        poll = loop.create_task(_poll(pid, ticks, poll_s, gone))
+    try:
+        yield gone
+    finally:
+        if poll is not None:
+            poll.cancel()
+            await asyncio.wait([poll])
+        if descriptor >= 0:
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
+
+
+def _open(pid: int) -> int:
+    """A descriptor that becomes readable when the process ends, -1 where there is none."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):  # no such call, no such process, or not permitted
+        return -1
+
+
+def _told(loop: asyncio.AbstractEventLoop, descriptor: int, gone: asyncio.Event) -> None:
+    loop.remove_reader(descriptor)  # it stays readable for ever
+    gone.set()
+
+
+async def _poll(pid: int, ticks: int, poll_s: float, gone: asyncio.Event) -> None:
+    while alive(pid, ticks):  # noqa: ASYNC110 - nothing would set an event
+        await asyncio.sleep(poll_s)
+    gone.set()

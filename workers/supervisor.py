@@ -1,0 +1,203 @@
+"""Keeps an uploader running beside the training process.
+
+In the training process: `start()` once the spool exists; a thread then sleeps in the kernel until
+the uploader exits, and starts another one if that was no orderly exit. Training never waits for any of this.
+The uploader lives in a session of its own and outlives the training process; nobody has to stop it.
+
+In a child that was forked from the training process a supervisor does nothing and knows nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import smdist
+from smdist.workers.ledger import Ledger
+from smdist.workers.spool import Spool
+
+__all__ = ["LEFT_BEHIND", "Supervisor", "uploader_command"]
+
+LEFT_BEHIND = 75  # exit code: the store stayed closed, the spool is kept for `smdist recover`
+
+_RAPID_S = 5.0
+_MOST_BACKOFF_S = 15.0
+
+# Runs under -I -S: the interpreter knows its standard library and nothing else, whatever folder it
+# starts in. Of smdist it takes the very files that the training process runs.
+_ENTRY = """\
+import json, sys
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+order = json.loads(sys.argv[1])
+sys.path.extend(order["path"])
+spec = PathFinder.find_spec("smdist", order["home"])
+sys.modules["smdist"] = module_from_spec(spec)
+spec.loader.exec_module(sys.modules["smdist"])
+from smdist.workers.uploader import main
+sys.exit(main(order["spool"]))
+"""
+
+# One thread is all the uploader's arithmetic is worth; pools of them cost memory and cores.
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "2",
+}
+
+
+def uploader_command(spool: Spool, python: str) -> list[str]:
+    """The command line that uploads from `spool`, with the modules of this very process."""
+    home = [os.path.dirname(os.path.abspath(place)) for place in smdist.__path__]
+    order = {"path": _module_path(sys.path), "home": home, "spool": os.path.abspath(spool.path)}
+    return [python, "-I", "-S", "-c", _ENTRY, json.dumps(order)]
+
+
+def _module_path(entries: Sequence[object]) -> list[str]:
+    """`entries` without those a job can put modules of any name in; these come last."""
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    last = {os.getcwd(), os.path.dirname(os.path.abspath(main)) if main else ""}
+    kept = dict.fromkeys(os.path.abspath(entry) for entry in entries if isinstance(entry, str))
+    return sorted(kept, key=lambda entry: entry in last)
+
+
+class Supervisor:
+    """Owned by one thread of the training process; `running`, `pid`, `join` may be asked by any."""
+
+    def __init__(
+        self,
+        spool: Spool,
+        python: str = sys.executable,
+        trouble: Callable[[str], None] = lambda _message: None,
+        most_rapid_deaths: int = 8,
+    ) -> None:
+        """`trouble` is told, on the supervisor's thread, when no uploader can be kept running."""
+        self._spool = spool
+        self._python = python
+        self._trouble = trouble
+        self._most_rapid_deaths = most_rapid_deaths
+        self._owner = os.getpid()
+        self._thread: threading.Thread | None = None
+        self._done = threading.Event()
+        self._pid = 0
+        self.restarts = 0
+
+    def start(self) -> None:
+        """Returns once an uploader is started; trouble with that is reported, never raised."""
+        if self._thread is not None or not self._ours:
+            return
+        first = self._spawn()
+        self._thread = threading.Thread(
+            target=self._run, args=(first,), name="smdist-supervisor", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        """An uploader is at work, or about to be."""
+        return self._ours and self._thread is not None and not self._done.is_set()
+
+    @property
+    def pid(self) -> int:
+        """The uploader's process, 0 when there is none right now."""
+        return self._pid if self._ours else 0
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait until the uploader has left for good. It does so after `End` and when told to give up."""
+        if not self._ours or self._thread is None:
+            return True
+        return self._done.wait(timeout_s)
+
+    @property
+    def _ours(self) -> bool:
+        return os.getpid() == self._owner
+
+    # -- the supervisor's thread ---------------------------------------------------------------
+
+    def _run(self, pid: int) -> None:
+        try:
+            self._keep(pid)
+        except Exception as error:  # noqa: BLE001 - a thread of ours must not print a traceback into a job
+            self._trouble(f"the uploader is no longer watched: {error!r}")
+        finally:
+            self._pid = 0
+            self._done.set()
+
+    def _keep(self, pid: int) -> None:
+        rapid = 0
+        while True:
+            began, stored = time.monotonic(), self._acked()
+            code = _wait(pid) if pid else None
+            self._pid = 0
+            if code == 0 or not self._spool.path.exists():
+                return
+            if code == LEFT_BEHIND:
+                self._trouble(f"the uploader gave up; run `smdist recover {self._spool.path}`")
+                return
+            lived = time.monotonic() - began > _RAPID_S or self._acked() > stored
+            rapid = 0 if lived else rapid + 1
+            if rapid >= self._most_rapid_deaths:
+                self._trouble(
+                    f"the uploader ended {rapid} times at once (last: {_told(code)}); what was captured "
+                    f"stays in {self._spool.path}; run `smdist recover` on it after the job"
+                )
+                return
+            if rapid > 1:
+                time.sleep(min(0.05 * 2**rapid, _MOST_BACKOFF_S))
+            self.restarts += 1
+            pid = self._spawn()
+
+    def _acked(self) -> int:
+        try:
+            ledger = Ledger(self._spool.path / "ledger")
+        except OSError:
+            return 0
+        try:
+            return ledger.acked
+        finally:
+            ledger.close()
+
+    def _spawn(self) -> int:
+        """Its process number, 0 when it could not be started."""
+        try:
+            process = subprocess.Popen(
+                uploader_command(self._spool, self._python),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+                close_fds=True,
+                env={**os.environ, **_ENVIRONMENT},
+            )
+        except (OSError, ValueError) as error:
+            self._trouble(f"cannot start the uploader with {self._python!r}: {error}")
+            return 0
+        # It is meant to outlive us, and we wait for it by number: spare us the warning about that.
+        process.returncode = 0
+        self._pid = process.pid
+        return process.pid
+
+
+def _wait(pid: int) -> int | None:
+    """Its exit code, negative for a signal, None when somebody else has already asked for it."""
+    with suppress(ChildProcessError):
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return None
+
+
+def _told(code: int | None) -> str:
+    if code is None:
+        return "it did not start, or its exit code was taken by somebody else"
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"

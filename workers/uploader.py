@@ -1,0 +1,303 @@
+"""The uploader: one process beside each rank that carries what was captured into the store.
+
+    main(spool)         the process: lock, signals, exit code; started by workers/supervisor.py
+    Uploader.run()      on one event loop, from where the store says it stands to the last manifest
+
+It wakes when the doorbell rings, when a batch is old enough, when one has been committed, and when
+the training process dies. It ends after `End`, or after that death, once everything is stored. Exit
+codes: 0 (the spool is gone then), LEFT_BEHIND (the store stayed closed), others are accidents.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import shlex
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from smdist.errors import SmdistError
+from smdist.identity import worker_name
+from smdist.manifest import heartbeat_key
+from smdist.pipeline.batching import decide
+from smdist.record import Piece
+from smdist.storage import open_store
+from smdist.storage.base import Store
+from smdist.workers.batch import Arenas, Batch, nothing, prepare, without
+from smdist.workers.commit import Committer, Ending, ResumePoint, resume_point
+from smdist.workers.intake import Intake
+from smdist.workers.journal import JournalReader
+from smdist.workers.ledger import Ledger
+from smdist.workers.patience import GaveUp, Patience
+from smdist.workers.processes import alive, watching
+from smdist.workers.spool import Doorbell, Spool
+
+__all__ = ["LEFT_BEHIND", "Uploader", "main"]
+
+LEFT_BEHIND = 75
+
+_MOST_IN_FLIGHT = 3  # batches, and no more bytes than two full ones
+_BREATH_S = 0.005  # between two looks at the journal, however often the bell rings
+_LOOK_S = 1.0  # look at least so often: parts of an open step ring no bell
+_FAREWELL_S = 5.0  # for a heartbeat that is being written at the end
+
+
+class Uploader:
+    """Call `run` once. The caller holds the spool's lock and removes the spool afterwards."""
+
+    def __init__(
+        self,
+        spool: Spool,
+        say: Callable[[str], None],
+        progress: Callable[[Batch], None] = lambda _batch: None,
+    ) -> None:
+        """`progress` is told of every batch that was committed."""
+        self._spool, self._info, self._options = spool, spool.info, spool.info.upload
+        self._progress = progress
+        self._ledger = Ledger(spool.path / "ledger")
+        self._intake = Intake(spool.info)
+        self._arenas = Arenas(spool)
+        self._patience = Patience(self._ledger, say, self._pending_bytes)
+        self._wake = asyncio.Event()
+        self._gone = asyncio.Event()  # the training process
+        self._stopping = asyncio.Event()
+        self._hurries = 0
+        self._committer: Committer | None = None
+
+    def hurry(self) -> None:
+        """Write everything out now and from now on. Asked again: stop, stored or not."""
+        self._hurries += 1
+        if self._hurries > 1:
+            self._patience.end_at(time.monotonic())
+        self._wake.set()
+
+    async def run(self, *, trainer_gone: bool = False) -> Ending:
+        """How the rank ended. `trainer_gone`: the caller knows that, whatever runs by its number.
+
+        GaveUp when the store refused until the deadline; Conflict when it is not ours.
+        """
+        async with contextlib.AsyncExitStack() as stack:
+            stack.callback(self._ledger.close)
+            self._ledger.uploader_pid = os.getpid()
+            if trainer_gone:
+                self._gone.set()
+            else:
+                watch = watching(self._info.trainer_pid, self._info.trainer_start)
+                self._gone = await stack.enter_async_context(watch)
+            self._in_background(stack, self._mourn())
+            store = await self._patience.insist("opening the store", self._open_store)
+            stack.push_async_callback(store.close)
+            start = await self._patience.insist(
+                "reading the store", lambda: resume_point(store, self._info.session)
+            )
+            if start.last is None or start.last.state == "active":
+                self._in_background(stack, self._beat(store))
+                ending = await self._upload(store, start, stack)
+            else:
+                ending = Ending(start.last.state, start.last.reason)
+            self._ledger.trouble, self._ledger.uploader_pid = "", 0
+            return ending
+
+    async def _open_store(self) -> Store:
+        return await asyncio.to_thread(open_store, self._info.out_dir)
+
+    async def _upload(
+        self, store: Store, start: ResumePoint, stack: contextlib.AsyncExitStack
+    ) -> Ending:
+        ledger = self._ledger
+        if start.last is not None and start.upto > ledger.acked:
+            # The uploader before us was killed between its manifest and the ledger.
+            ledger.add_stored(0, sum(entry.closed for entry in start.last.steps))
+        ledger.acked = upto = max(start.upto, ledger.acked)
+        journal = JournalReader(self._spool, upto)
+        stack.callback(journal.close)
+        doorbell = Doorbell(self._spool)
+        stack.callback(doorbell.close)
+        stack.callback(self._arenas.close)
+        committer = Committer(store, self._info.session, ledger, self._patience, start.seq)
+        stack.push_async_callback(committer.close)
+        self._committer = committer
+        return await self._loop(journal, doorbell, committer, upto)
+
+    # -- the loop --------------------------------------------------------------------------------
+
+    async def _loop(
+        self, journal: JournalReader, doorbell: Doorbell, committer: Committer, upto: int
+    ) -> Ending:
+        pending, ending = self._intake.pending, None
+        while True:
+            self._wake.clear()
+            doorbell.drain()
+            # Asked before reading: what the training process wrote before it died is read then.
+            gone, now = self._gone.is_set(), time.monotonic()
+            whole = self._intake.read(journal, now)
+            if self._intake.end is not None:
+                self._patience.end_at(now + self._options.drain_deadline_s)
+            self._acknowledge(committer, journal)
+            if ending is not None and not committer.in_flight:
+                return ending
+            wake_at = None
+            if ending is None and self._has_room(committer):
+                over = gone or self._intake.end is not None
+                limits = self._options
+                cut, wake_at = decide(pending, limits, now, drain=over or self._hurries > 0)
+                if cut is not None or (over and whole and not pending):
+                    pieces = pending.take(cut) if cut is not None else ()
+                    if over and whole and not pending:
+                        ending = self._intake.ending()
+                    upto = await self._launch(pieces, committer, upto, ending)
+                    continue
+            await self._sleep(doorbell, wake_at)
+
+    def _has_room(self, committer: Committer) -> bool:
+        most_bytes = 2 * self._options.segment_bytes
+        return committer.in_flight < _MOST_IN_FLIGHT and committer.bytes_in_flight < most_bytes
+
+    def _acknowledge(self, committer: Committer, journal: JournalReader) -> None:
+        for batch in committer.finished():
+            journal.drop_before(batch.news.upto)
+            self._arenas.forget()
+            self._progress(batch)
+
+    async def _launch(
+        self, pieces: Sequence[Piece], committer: Committer, upto: int, ending: Ending | None
+    ) -> int:
+        """Send `pieces` on their way, usually as one batch; where the next one begins."""
+        if not pieces:
+            committer.launch(nothing(upto, committer.seq), ending, self._wake.set)
+        while pieces:
+            batch = await self._prepare(pieces, committer.seq)
+            pieces = [piece for piece in pieces if piece.ordinal >= batch.news.upto]
+            committer.launch(batch, None if pieces else ending, self._wake.set)
+            upto = batch.news.upto
+        return upto
+
+    async def _prepare(self, pieces: Sequence[Piece], seq: int) -> Batch:
+        """A batch of all `pieces`, or of as many as come before one that makes no sense."""
+        session = self._info.session
+        while True:
+            work = functools.partial(prepare, pieces, self._arenas, session, seq)
+            try:
+                return await self._patience.insist(
+                    "reading the spool",
+                    lambda work=work: asyncio.to_thread(work),  # type: ignore[misc]
+                    only=(OSError, MemoryError),
+                )
+            except GaveUp:
+                raise
+            except Exception as error:  # noqa: BLE001 - no record may stop those behind it
+                if len(pieces) > 1:
+                    pieces = pieces[: len(pieces) // 2]
+                else:
+                    pieces = [without(pieces[0], error)]
+
+    async def _sleep(self, doorbell: Doorbell, wake_at: float | None) -> None:
+        if self._patience.over:
+            raise GaveUp(self._ledger.trouble or "told to stop")
+        wait_s = _LOOK_S if wake_at is None else min(wake_at - time.monotonic(), _LOOK_S)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(doorbell, self._wake.set)
+        try:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), max(wait_s, 0.0))
+        finally:
+            loop.remove_reader(doorbell)  # it rings until it is drained
+        await asyncio.sleep(_BREATH_S)
+
+    # -- beside the loop -------------------------------------------------------------------------
+
+    def _pending_bytes(self) -> int:
+        return self._intake.pending.nbytes + (
+            self._committer.bytes_in_flight if self._committer else 0
+        )
+
+    def _in_background(
+        self, stack: contextlib.AsyncExitStack, work: Coroutine[None, None, None]
+    ) -> None:
+        """Run `work` until the stack is left. It ends by itself once `_stopping` is set."""
+        task = asyncio.get_running_loop().create_task(work)
+
+        async def stop() -> None:
+            self._stopping.set()
+            self._gone.set()
+            await asyncio.wait([task], timeout=_FAREWELL_S)
+            task.cancel()
+
+        stack.push_async_callback(stop)
+
+    async def _mourn(self) -> None:
+        await self._gone.wait()
+        self._patience.end_at(time.monotonic() + self._options.drain_deadline_s)
+        self._wake.set()
+
+    async def _beat(self, store: Store) -> None:
+        key = heartbeat_key(worker_name(self._info.session.rank))
+        while not self._stopping.is_set():
+            beat = self._intake.heartbeat(time.time(), self._pending_bytes())
+            try:
+                await store.put(key, (msgspec.json.encode(beat),))
+            except Exception as error:  # noqa: BLE001 - the next one comes soon
+                self._patience.failed("writing the heartbeat", error)
+            else:
+                self._patience.succeeded("writing the heartbeat")
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), self._options.heartbeat_s)
+
+
+# -- the process ---------------------------------------------------------------------------------
+
+
+def main(path: str) -> NoReturn:
+    """Never returns: a thread that hangs in a dead file system must not keep the process."""
+    code = 1
+    try:
+        code = _work(Spool.open(Path(path)))
+    except SmdistError as error:
+        _say("uploader", str(error))
+    except BaseException:  # noqa: BLE001 - the supervisor starts another one; leave it a trace
+        traceback.print_exc()
+    with contextlib.suppress(OSError):
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def _work(spool: Spool) -> int:
+    info = spool.info
+    worker = worker_name(info.session.rank)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        os.nice(info.upload.nice)
+    with spool.lock():
+        uploader = Uploader(spool, functools.partial(_say, worker))
+        loop = asyncio.new_event_loop()
+        loop.add_signal_handler(signal.SIGTERM, uploader.hurry)
+        try:
+            loop.run_until_complete(uploader.run())
+        except GaveUp as error:
+            _say(worker, _left_behind(spool, str(error)))
+            return LEFT_BEHIND if not alive(info.trainer_pid, info.trainer_start) else 1
+        spool.remove()
+    return 0
+
+
+def _left_behind(spool: Spool, trouble: str) -> str:
+    return (
+        f"gave up: {trouble}. What was captured and is not in {spool.info.out_dir} is kept; send it "
+        f"later with: smdist recover {shlex.quote(str(spool.path))}"
+    )
+
+
+def _say(worker: str, message: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # whoever read it may be gone
+        sys.stderr.write(f"smdist: {worker}: {message}\n")
+        sys.stderr.flush()

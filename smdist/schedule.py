@@ -46,10 +46,11 @@ class Schedule:
 
 
 def read_save_key(key: str, value: object) -> object:
-    """A value of one of SAVE_KEYS, checked."""
-    if key == "save_steps":
+    """A value of one of SAVE_KEYS, checked; the key may carry a mode, as in `train.save_steps`."""
+    bare = key.rpartition(".")[2]
+    if bare == "save_steps":
         return integers(key, value)
-    return integer(key, value, minimum=1 if key == "save_interval" else 0)
+    return integer(key, value, minimum=1 if bare == "save_interval" else 0)
 
 
 def mode_key(value: object) -> ModeKeys:

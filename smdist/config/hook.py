@@ -115,7 +115,8 @@ class HookConfig:
         known_keys(document, _TOP, source)
         where = f"{source}, HookParameters"
         with located(where):
-            parameters = document.get("HookParameters") or {}
+            parameters = document.get("HookParameters")
+            parameters = {} if parameters is None else parameters
             _check_mapping(parameters, "HookParameters", "it")
             section = read_section(parameters, Place.HOOK, where)
         given = dict(section.rest)
@@ -244,7 +245,8 @@ def _collections(given: Any, source: str) -> tuple[CollectionConfig, ...]:
         name = entry.get("CollectionName")
         if not isinstance(name, str) or not name:
             raise ConfigurationError(f"{where}: CollectionName is missing; every entry needs one")
-        parameters = entry.get("CollectionParameters") or {}
+        parameters = entry.get("CollectionParameters")
+        parameters = {} if parameters is None else parameters
         _check_mapping(parameters, f"{where} ({name})", "CollectionParameters")
         merged.setdefault(name, {}).update(parameters)
     result = []

@@ -1,0 +1,275 @@
+"""What is due, and which tensor is wanted how. Pure: no I/O, no framework.
+
+The hook makes these calls, all on the training thread:
+
+    subscribe(callback)          once; `callback()` runs when anything in the configuration changes
+    wanted_anywhere(name)        when it installs framework hooks
+    next_due(mode, mode_step)    kept as one integer per mode until the callback runs
+    at(mode, mode_step)          on a step that is due; the same StepPlan object comes back for every
+                                 step with the same due collections, so it is a key for caches
+    plan.wants(name)             per tensor: a dictionary lookup after the first time
+
+A tensor is saved when any active collection it belongs to is due; raw if any of those keeps raw;
+with the reductions of all of them. Scalar collections always keep raw. In EVAL and PREDICT,
+gradients and optimizer variables are skipped, whichever collection asks for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import msgspec
+
+from smdist.collection import SCALAR_COLLECTIONS, Collection, CollectionKeys, compile_regex
+from smdist.config import CollectionManager, HookConfig
+from smdist.errors import InvalidCollectionConfiguration
+from smdist.identity import ModeKeys
+from smdist.schedule import NEVER
+
+__all__ = ["NEVER", "Planner", "StepPlan", "TensorPlan"]
+
+_WITHOUT_TRAINING: Final = (ModeKeys.EVAL, ModeKeys.PREDICT)
+_KNOWN_NAMES: Final = frozenset(
+    value for key, value in vars(CollectionKeys).items() if not key.startswith("_")
+)
+
+
+class TensorPlan(msgspec.Struct, frozen=True):
+    """What to keep of a tensor. Neither raw nor reductions: its shape alone.
+
+    `collections` are all it belongs to, due or not, in a fixed order.
+    """
+
+    raw: bool
+    reductions: frozenset[str]
+    collections: tuple[str, ...]
+
+
+class StepPlan:
+    """The tensors wanted on steps of `mode` on which exactly the collections in `due` are due."""
+
+    __slots__ = ("_plans", "_resolve", "due", "mode")
+
+    def __init__(
+        self,
+        mode: ModeKeys,
+        due: tuple[str, ...],
+        resolve: Callable[[str, ModeKeys, tuple[str, ...]], TensorPlan | None],
+    ) -> None:
+        self.mode, self.due = mode, due
+        self._resolve = resolve
+        self._plans: dict[str, TensorPlan | None] = {}
+
+    def wants(self, name: str) -> TensorPlan | None:
+        try:
+            return self._plans[name]
+        except KeyError:
+            plan = self._plans[name] = self._resolve(name, self.mode, self.due)
+            return plan
+
+
+class Planner:
+    """Decides for one hook; everything is cached until the configuration changes."""
+
+    def __init__(self, config: HookConfig, manager: CollectionManager) -> None:
+        self._config, self._manager = config, manager
+        self._callbacks: list[Callable[[], None]] = []
+        self._validated = False
+        built_in = manager.framework.collections
+        training_only = sorted(manager.framework.training_only & built_in.keys())
+        self._training_only = [compile_regex(p) for name in training_only for p in built_in[name]]
+        self._forget()
+        manager.watch(self)
+
+    # -- changes -----------------------------------------------------------------------------
+
+    def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Run `callback` after every change of configuration; call the result to end that."""
+        self._callbacks.append(callback)
+
+        def end() -> None:
+            if callback in self._callbacks:
+                self._callbacks.remove(callback)
+
+        return end
+
+    def changed(self) -> None:
+        self._forget()
+        for callback in tuple(self._callbacks):
+            callback()
+
+    def _forget(self) -> None:
+        self._active: dict[str, Collection] | None = None
+        self._due_spans: dict[ModeKeys, tuple[int, int]] = {}
+        self._step_plans: dict[tuple[ModeKeys, tuple[str, ...]], StepPlan] = {}
+        self._last: tuple[ModeKeys, int, StepPlan] | None = None
+        self._members: dict[str, tuple[str, ...]] = {}
+        self._anywhere: dict[str, bool] = {}
+        self._explicit: dict[tuple[str, tuple[str, ...]], TensorPlan] = {}
+
+    # -- which collections -------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Check what can only be checked once the script has said everything.
+
+        Raises InvalidCollectionConfiguration for a collection of the user's own that selects
+        nothing. The first `next_due` does it too.
+        """
+        collections = self._manager.get_collections()
+        for name in (*collections, *self._config.active_collections):
+            if name in _KNOWN_NAMES or self._manager.is_manual(name):
+                continue
+            if name not in collections or collections[name].selects_nothing:
+                raise InvalidCollectionConfiguration(name)
+        self._validated = True
+
+    def active(self) -> dict[str, Collection]:
+        """The collections that are saved at all."""
+        if self._active is None:
+            names = self._config.active_collections
+            everything = CollectionKeys.ALL in names
+            self._active = {
+                name: collection
+                for name, collection in self._manager.get_collections().items()
+                if everything or name in names
+            }
+        return self._active
+
+    def idle(self) -> tuple[str, ...]:
+        """Collections asked for that this framework gives no tensors; worth a message."""
+        collections = self._manager.get_collections()
+        return tuple(
+            name
+            for name in self._config.active_collections
+            if name not in collections or collections[name].selects_nothing
+        )
+
+    def _in_mode(self, mode: ModeKeys) -> Iterable[tuple[str, Collection]]:
+        skipped = self._manager.framework.training_only if mode in _WITHOUT_TRAINING else ()
+        return ((n, c) for n, c in self.active().items() if n not in skipped)
+
+    # -- when --------------------------------------------------------------------------------
+
+    def next_due(self, mode: ModeKeys, mode_step: int) -> int:
+        """The first step of `mode`, from `mode_step` on, on which anything is due, or NEVER."""
+        since, due = self._due_spans.get(mode, (NEVER, -1))
+        if since <= mode_step <= due:
+            return due
+        if not self._validated:
+            self.prepare()
+        due = min((_next(c, mode, mode_step) for _, c in self._in_mode(mode)), default=NEVER)
+        self._due_spans[mode] = (mode_step, due)
+        return due
+
+    def at(self, mode: ModeKeys, mode_step: int) -> StepPlan:
+        last = self._last
+        if last is not None and last[1] == mode_step and last[0] is mode:
+            return last[2]
+        due = tuple(n for n, c in self._in_mode(mode) if _next(c, mode, mode_step) == mode_step)
+        plan = self._step_plans.get((mode, due))
+        if plan is None:
+            plan = self._step_plans[mode, due] = StepPlan(mode, due, self._resolve)
+        self._last = (mode, mode_step, plan)
+        return plan
+
+    # -- which tensors, and how --------------------------------------------------------------
+
+    def wants(self, name: str, mode: ModeKeys, mode_step: int) -> TensorPlan | None:
+        """How to keep the tensor on that step; None: not at all."""
+        return self.at(mode, mode_step).wants(name)
+
+    def wanted_anywhere(self, name: str) -> bool:
+        """Could any step of any mode want this tensor, as things are configured now?"""
+        found = self._anywhere.get(name)
+        if found is None:
+            members = self.membership(name)
+            found = self._anywhere[name] = any(
+                n in members and _next(c, mode, 0) != NEVER
+                for mode in ModeKeys
+                if not self._skipped(name, mode)
+                for n, c in self._in_mode(mode)
+            )
+        return found
+
+    def membership(self, name: str) -> tuple[str, ...]:
+        """Every collection the tensor belongs to, saved or not; `all` only where it is saved."""
+        found = self._members.get(name)
+        if found is None:
+            found = self._members[name] = tuple(sorted(self._matching(name)))
+        return found
+
+    def _matching(self, name: str) -> set[str]:
+        framework = self._manager.framework
+        found = {n for n, c in self._manager.get_collections().items() if c.matches(name)}
+        if CollectionKeys.ALL not in self.active():
+            found.discard(CollectionKeys.ALL)
+        if found & framework.separate:
+            kept = framework.separate | {CollectionKeys.ALL, CollectionKeys.DEFAULT}
+            # A name that a built-in collection was given exactly is meant.
+            found = {
+                n
+                for n in found
+                if n in kept
+                or n not in framework.collections
+                or self._manager.get(n).has_tensor_name(name)
+            }
+        return found
+
+    def _skipped(self, name: str, mode: ModeKeys) -> bool:
+        return mode in _WITHOUT_TRAINING and any(p.search(name) for p in self._training_only)
+
+    def _resolve(self, name: str, mode: ModeKeys, due: tuple[str, ...]) -> TensorPlan | None:
+        members = self.membership(name)
+        asking = [n for n in due if n in members]
+        if not asking or self._skipped(name, mode):
+            return None
+        return self._combined(asking, members)
+
+    def _combined(self, asking: Iterable[str], members: tuple[str, ...]) -> TensorPlan:
+        raw, reductions = False, frozenset[str]()
+        for name in asking:
+            config = self._manager.get(name).reduction_config
+            if name in SCALAR_COLLECTIONS or config is None:
+                raw = True
+                continue
+            raw = raw or config.keeps_raw
+            reductions |= config.names
+        return TensorPlan(raw, reductions, members)
+
+    def explicit(self, name: str, collections: Iterable[str]) -> TensorPlan:
+        """For a tensor the script hands over itself: always kept raw, member of `collections` too.
+
+        Collections that do not exist yet come into being.
+        """
+        asked = tuple(dict.fromkeys(collections))
+        known = self._explicit.get((name, asked))
+        if known is not None:
+            return known
+        for collection in asked:
+            if collection not in self._manager:
+                self._manager.get_manual(collection)
+        members = tuple(sorted({*asked, *self.membership(name)}))
+        plan = TensorPlan(True, self._combined(asked, members).reductions, members)
+        self._explicit[name, asked] = plan
+        return plan
+
+    def description(self) -> tuple[dict[str, Any], ...]:
+        """The collections as they are now, with the field names of what a run keeps of them."""
+        return tuple(
+            {
+                "name": name,
+                "include_regex": (*collection.include_regex, *collection.bound_regex),
+                "tensor_names": tuple(sorted(collection.tensor_names)),
+                "save_config": collection.save_config.to_dict() if collection.save_config else {},
+                "reduction_config": (
+                    collection.reduction_config.to_dict() if collection.reduction_config else {}
+                ),
+            }
+            for name, collection in sorted(self._manager.get_collections().items())
+        )
+
+
+def _next(collection: Collection, mode: ModeKeys, step: int) -> int:
+    config = collection.save_config
+    return NEVER if config is None else config.next_due(mode, step)

@@ -1,0 +1,251 @@
+"""Ranks enter a run: together, again, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smdist.errors import ConfigurationError, CorruptObject, ObjectExists, RunExists
+from smdist.manifest import session_key
+from smdist.storage.base import Buffer, Store
+from smdist.storage.memory import MemoryStore
+from smdist.workers.attempt import Newcomer
+from smdist.workers.enrol import Enrolment, enrol_async, saves, worth_reading
+
+
+class Shelf(MemoryStore):
+    """A store that can ignore conditions, as some S3 servers do, and answers as late as told."""
+
+    def __init__(self, *, conditional: bool = True, pauses: Sequence[int] = (0,)) -> None:
+        super().__init__("shelf")
+        self.conditional = conditional
+        self.pauses = pauses
+        self.calls = 0
+
+    async def _pause(self) -> None:
+        self.calls += 1
+        for _ in range(self.pauses[self.calls % len(self.pauses)]):
+            await asyncio.sleep(0)
+
+    async def put(self, key: str, data: Sequence[Buffer], *, if_absent: bool = False) -> None:
+        await self._pause()
+        await super().put(key, data, if_absent=if_absent and self.conditional)
+        await self._pause()
+
+    async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        await self._pause()
+        return await super().get(key, start, stop)
+
+    async def list(self, prefix: str = "", *, after: str = "") -> Sequence[str]:
+        await self._pause()
+        return await super().list(prefix, after=after)
+
+
+def me(rank: int = 0, **facts: object) -> Newcomer:
+    # Hosts that are not this machine: the processes named here do not exist on it.
+    values: dict[str, object] = {
+        "rank": rank,
+        "world_size": 4,
+        "host": f"host-{rank}.invalid",
+        "pid": 7,
+        "launch": "given:first",
+    }
+    return Newcomer(**(values | facts))  # type: ignore[arg-type]
+
+
+def enter(
+    store: Store,
+    newcomer: Newcomer,
+    *,
+    resume: bool = False,
+    attempt: int | None = None,
+    now: Callable[[], float] = lambda: 1000.0,
+) -> Coroutine[Any, Any, Enrolment]:
+    return enrol_async(
+        store,
+        newcomer,
+        include_workers="all",
+        resume=resume,
+        framework="pytorch",
+        explicit_attempt=attempt,
+        now=now,
+        settle_s=0.02,
+    )
+
+
+def stored_run(shelf: Shelf) -> str:
+    run_id = json.loads(shelf.objects["run.json"])["run_id"]
+    assert isinstance(run_id, str)
+    return run_id
+
+
+def test_first_rank_makes_the_run_beside_foreign_files() -> None:
+    shelf = Shelf()
+    shelf.objects |= {"notes.txt": b"mine", "sessions/readme": b"", "manifests/app.yaml": b""}
+    made = asyncio.run(enter(shelf, me()))
+    assert (made.session.attempt, made.session.rank, made.run.framework) == (0, 0, "pytorch")
+    assert stored_run(shelf) == made.run.run_id
+    stored = json.loads(shelf.objects[session_key("worker_0", 0)])
+    assert (stored["session"], stored["launch"]) == (made.session.session, "given:first")
+    assert shelf.objects["notes.txt"] == b"mine"
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.booleans(), st.lists(st.integers(0, 5), min_size=1, max_size=7), st.permutations(range(4))
+)
+def test_ranks_that_arrive_together_share_one_run(
+    conditional: bool, pauses: list[int], order: list[int]
+) -> None:
+    shelf = Shelf(conditional=conditional, pauses=pauses)
+
+    async def together() -> list[Enrolment]:
+        return await asyncio.gather(*(enter(shelf, me(rank)) for rank in order))
+
+    made = asyncio.run(together())
+    assert {e.run.run_id for e in made} == {stored_run(shelf)}
+    assert {e.session.attempt for e in made} == {0}
+    assert len([key for key in shelf.objects if key.startswith("sessions/")]) == 4
+
+
+def test_two_processes_of_one_rank_do_not_both_enter() -> None:
+    shelf = Shelf(pauses=(1,))
+
+    async def together() -> list[Enrolment | BaseException]:
+        both = (enter(shelf, me(0, pid=pid, launch="")) for pid in (7, 8))
+        return await asyncio.gather(*both, return_exceptions=True)
+
+    results = asyncio.run(together())
+    assert sorted(type(r).__name__ for r in results) == ["Enrolment", "RunExists"]
+
+
+def test_an_answer_that_was_lost_is_no_other_process() -> None:
+    class Forgetful(Shelf):
+        async def put(self, key: str, data: Sequence[Buffer], *, if_absent: bool = False) -> None:
+            await super().put(key, data, if_absent=if_absent)
+            raise ObjectExists(self.url, key, "put")  # of the retry, whose first try had worked
+
+    shelf = Forgetful()
+    made = asyncio.run(enter(shelf, me()))
+    assert stored_run(shelf) == made.run.run_id
+    assert made.session.attempt == 0
+
+
+def test_a_second_start_is_refused_and_told_what_to_do() -> None:
+    shelf = Shelf()
+    asyncio.run(enter(shelf, me()))
+    before = dict(shelf.objects)
+    with pytest.raises(RunExists, match=r"worker_0: memory://shelf .*resume=True"):
+        asyncio.run(enter(shelf, me(launch="given:second")))
+    assert shelf.objects == before
+
+
+def test_resume_and_restart_open_a_new_attempt_of_the_same_run() -> None:
+    shelf = Shelf()
+    first = asyncio.run(enter(shelf, me()))
+    restarted = asyncio.run(enter(shelf, me(pid=8, restart=1)))
+    resumed = asyncio.run(enter(shelf, me(launch="given:second"), resume=True))
+    assert [e.session.attempt for e in (first, restarted, resumed)] == [0, 1, 2]
+    assert {e.run.run_id for e in (first, restarted, resumed)} == {first.run.run_id}
+
+
+def test_explicit_attempt() -> None:
+    shelf = Shelf()
+    asyncio.run(enter(shelf, me(), attempt=3))
+    with pytest.raises(ConfigurationError, match=r"attempt 3 .* ask for 4"):
+        asyncio.run(enter(shelf, me(), attempt=3))
+    assert asyncio.run(enter(shelf, me(), attempt=5)).session.attempt == 5
+
+
+@pytest.mark.parametrize(
+    ("key", "data", "error", "words"),
+    [
+        ("run.json", b"{}", ConfigurationError, "did not write"),
+        ("run.json", b"epochs: 3", ConfigurationError, "did not write"),
+        (
+            "run.json",
+            b'{"run_id": "x", "created": 0, "framework": "pytorch", "format": 99}',
+            ConfigurationError,
+            "format 99",
+        ),
+        ("manifests/worker_0/000000-00000000.json", b"{}", ConfigurationError, "are gone"),
+        ("sessions/worker_1/000000.json", b"{", CorruptObject, "sessions/worker_1/000000.json"),
+    ],
+)
+def test_what_is_not_a_sound_run_is_left_alone(
+    key: str, data: bytes, error: type[Exception], words: str
+) -> None:
+    shelf = Shelf()
+    shelf.objects[key] = data
+    with pytest.raises(error, match=words):
+        asyncio.run(enter(shelf, me(), resume=True))
+    assert shelf.objects == {key: data}
+
+
+def test_large_jobs_read_few_sessions() -> None:
+    keys = [session_key(f"worker_{rank}", attempt) for rank in range(2000) for attempt in range(5)]
+    keys.append(session_key("worker_5000", 1))
+    chosen = worth_reading([*keys, "sessions/readme"], 1000)
+    assert len(chosen) <= 20
+    for rank in (0, 999, 1000, 1001):
+        assert session_key(f"worker_{rank}", 4) in chosen
+    assert session_key("worker_5000", 1) in worth_reading(keys, 5000)
+
+
+@pytest.mark.parametrize(
+    ("include", "rank", "expected"),
+    [("one", 0, True), ("one", 1, False), ("all", 3, True), ([2, 3], 3, True), ((2,), 0, False)],
+)
+def test_who_saves(include: str | Sequence[int], rank: int, expected: bool) -> None:
+    assert saves(rank, include) is expected
+
+
+ENROL = """
+import sys
+from smdist.errors import RunExists
+from smdist.storage.local import LocalStore
+from smdist.workers.enrol import enrol
+from smdist.workers.rank import resolve_rank
+try:
+    made = enrol(LocalStore(sys.argv[1]), resolve_rank(), include_workers="all",
+                 resume=len(sys.argv) > 2, framework="pytorch")
+    print(made.run.run_id, made.session.attempt)
+except RunExists:
+    print("RunExists")
+"""
+
+
+def enrol_in_a_process(folder: Path, *arguments: str, **environ: str) -> list[str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SMDIST_", "SLURM_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", ENROL, str(folder), *arguments],
+        env=clean | environ,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.split()
+
+
+def test_real_processes_in_a_directory(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    two = {"SMDIST_WORLD_SIZE": "2"}
+    run_id, attempt = enrol_in_a_process(folder, **two, SMDIST_RANK="0")
+    assert attempt == "0"
+    # The same parent started it, though the first is dead by now.
+    assert enrol_in_a_process(folder, **two, SMDIST_RANK="1") == [run_id, "0"]
+    assert enrol_in_a_process(folder, **two, SMDIST_RANK="1") == ["RunExists"]
+    assert enrol_in_a_process(folder, **two, SMDIST_RANK="1", SMDIST_RESTART="1") == [run_id, "1"]
+    assert enrol_in_a_process(folder, **two, SMDIST_RANK="0", SMDIST_RESTART="1") == [run_id, "1"]
+    assert enrol_in_a_process(folder, "resume", **two, SMDIST_RANK="0") == [run_id, "2"]
+    assert enrol_in_a_process(folder, **two, SMDIST_RANK="0", SMDIST_ATTEMPT="7") == [run_id, "7"]

@@ -1,0 +1,293 @@
+"""A rank enters a run: it finds or makes `run.json` and writes its own session.
+
+Called once by each rank that saves (`saves`), in its training process, when its hook first needs
+the run. A rank that does not save never calls this and writes nothing. In order:
+
+1. read `run.json`, and of `sessions/` the few that decide (`worth_reading`), however many ranks;
+2. decide, purely: may this rank join (`may_join`), and as which attempt (`choose_attempt`);
+3. make `run.json` if there is none. Of ranks that arrive together one wins by a conditional put and
+   the others read the winner's. Where the store ignores conditions the last writer wins: everybody
+   reads until it stays as it is, so all end with the same run;
+4. put the session under a key that is this rank's and this attempt's; should somebody else be there,
+   start over.
+
+Other files in the directory are left alone: only our own keys make it a run. A `run.json` that is
+not ours, or manifests without any `run.json` or session, are an error, since mixing would lose data.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from smdist.errors import (
+    ConfigurationError,
+    CorruptObject,
+    ObjectExists,
+    ObjectNotFound,
+    RunExists,
+    StoreError,
+)
+from smdist.identity import worker_name
+from smdist.manifest import FORMAT, Run, Session, session_key
+from smdist.storage import sync
+from smdist.storage.base import Store
+from smdist.workers.attempt import Newcomer, choose_attempt, may_join
+from smdist.workers.launch import (
+    is_running,
+    launch_identity,
+    machine,
+    parent_process,
+    process_started,
+)
+from smdist.workers.rank import Identity
+
+__all__ = ["Enrolment", "enrol", "enrol_async", "newcomer", "saves", "worth_reading"]
+
+RUN_KEY = "run.json"
+SETTLE_S = 1.0  # longer than a put takes, for stores that ignore conditions
+_SESSION_KEY = re.compile(r"sessions/worker_(\d+)/(\d+)\.json")
+_MANIFEST_KEY = re.compile(r"manifests/worker_\d+/\d+-\d+\.json")
+_NEIGHBOURS = 8
+_TRIES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Enrolment:
+    run: Run
+    session: Session
+
+
+def saves(rank: int, include_workers: str | Sequence[int]) -> bool:
+    """Whether a rank saves anything, and so enrols."""
+    if isinstance(include_workers, str):
+        return include_workers == "all" or rank == 0
+    return rank in include_workers
+
+
+def enrol(
+    store: Store,
+    identity: Identity,
+    *,
+    include_workers: str | Sequence[int],
+    resume: bool,
+    framework: str,
+    explicit_attempt: int | None = None,
+    environ: Mapping[str, str] = os.environ,
+    now: Callable[[], float] = time.time,
+) -> Enrolment:
+    """`enrol_async` for a training thread; RunExists when the run is somebody else's."""
+    return sync.run(
+        enrol_async(
+            store,
+            newcomer(identity, environ),
+            include_workers=include_workers,
+            resume=resume,
+            framework=framework,
+            explicit_attempt=_explicit_attempt(explicit_attempt, environ),
+            now=now,
+        )
+    )
+
+
+def newcomer(identity: Identity, environ: Mapping[str, str] = os.environ) -> Newcomer:
+    """This process, as the others will know it."""
+    host = machine()
+    launch = launch_identity(environ, parent_process(), host)
+    return Newcomer(
+        rank=identity.rank,
+        world_size=identity.world_size,
+        host=host,
+        pid=os.getpid(),
+        launch=launch.id,
+        restart=launch.restart,
+        began=process_started(os.getpid()),
+    )
+
+
+async def enrol_async(
+    store: Store,
+    me: Newcomer,
+    *,
+    include_workers: str | Sequence[int],
+    resume: bool,
+    framework: str,
+    explicit_attempt: int | None = None,
+    now: Callable[[], float] = time.time,
+    settle_s: float = SETTLE_S,
+) -> Enrolment:
+    for _ in range(_TRIES):
+        run = await _read_run(store)
+        sessions = await _read_sessions(store, me.rank)
+        if run is None and not sessions:
+            await _refuse_remains(store)
+        attempt = _decide(store, me, sessions, resume, explicit_attempt)
+        run = await _claim_run(store, run, framework, now, settle_s)
+        session = _session(me, attempt, include_workers, now())
+        if await _put_session(store, session):
+            return Enrolment(run, session)
+    raise StoreError(
+        store.url,
+        f"sessions/{worker_name(me.rank)}/",
+        "enrol",
+        "another process keeps taking this place: does it have the same rank?",
+    )
+
+
+def worth_reading(keys: Sequence[str], rank: int) -> list[str]:
+    """The sessions that decide: the rank's own last one, and of the two newest attempts some.
+
+    Ranks next to it, as they are likely on its machine and have most to tell, and the lowest.
+    """
+    found = [(int(m[2]), int(m[1]), key) for key in keys if (m := _SESSION_KEY.fullmatch(key))]
+    own = max((item for item in found if item[1] == rank), default=None)
+    chosen = {own[2]} if own else set()
+    newest = sorted({attempt for attempt, _, _ in found}, reverse=True)[:2]
+    for attempt in newest:
+        group = sorted((abs(r - rank), r, key) for a, r, key in found if a == attempt)
+        chosen.update(key for _, _, key in group[:_NEIGHBOURS])
+        chosen.add(min(group, key=lambda item: item[1])[2])
+    return sorted(chosen)
+
+
+def _explicit_attempt(given: int | None, environ: Mapping[str, str]) -> int | None:
+    text = environ.get("SMDIST_ATTEMPT", "").strip()
+    if given is None and text:
+        if not text.isdecimal():
+            raise ConfigurationError(f"SMDIST_ATTEMPT={text!r} is not a whole number from 0 on")
+        return int(text)
+    if given is not None and given < 0:
+        raise ConfigurationError(f"attempt={given} is not a whole number from 0 on")
+    return given
+
+
+def _decide(
+    store: Store, me: Newcomer, sessions: Sequence[Session], resume: bool, explicit: int | None
+) -> int:
+    if explicit is not None:
+        last = max((s.attempt for s in sessions if s.rank == me.rank), default=-1)
+        if explicit <= last:
+            raise ConfigurationError(
+                f"{worker_name(me.rank)}: {store.url} already holds attempt {last} of this rank, "
+                f"and attempt {explicit} was asked for; ask for {last + 1} or for none, or choose "
+                "another out_dir"
+            )
+        return explicit
+    gone = frozenset(
+        s.session for s in sessions if s.host == me.host and not is_running(s.pid, s.started)
+    )
+    if not may_join(me, sessions, gone, resume=resume):
+        raise RunExists(store.url, worker_name(me.rank))
+    return choose_attempt(me, sessions, gone)
+
+
+def _session(
+    me: Newcomer, attempt: int, include_workers: str | Sequence[int], started: float
+) -> Session:
+    return Session(
+        session=uuid.uuid4().hex,
+        rank=me.rank,
+        world_size=me.world_size,
+        attempt=attempt,
+        include_workers=(
+            include_workers if isinstance(include_workers, str) else tuple(include_workers)
+        ),
+        started=started,
+        host=me.host,
+        pid=me.pid,
+        launch=me.launch,
+        restart=me.restart,
+    )
+
+
+async def _read_run(store: Store) -> Run | None:
+    try:
+        data = await store.get(RUN_KEY)
+    except ObjectNotFound:
+        return None
+    try:
+        run = msgspec.json.decode(data, type=Run)
+    except msgspec.MsgspecError as error:
+        raise ConfigurationError(
+            f"{store.url} holds a {RUN_KEY} that smdist did not write ({error}); choose another "
+            "out_dir"
+        ) from error
+    if run.format > FORMAT:
+        raise ConfigurationError(
+            f"{store.url} holds a run in format {run.format}, newer than the {FORMAT} this version "
+            "of smdist writes; use a newer version or another out_dir"
+        )
+    return run
+
+
+async def _read_sessions(store: Store, rank: int) -> list[Session]:
+    keys = worth_reading(await store.list("sessions/"), rank)
+    return list(await asyncio.gather(*(_read_session(store, key) for key in keys)))
+
+
+async def _read_session(store: Store, key: str) -> Session:
+    data = await store.get(key)
+    try:
+        return msgspec.json.decode(data, type=Session)
+    except msgspec.MsgspecError as error:
+        raise CorruptObject(store.url, key, "read", str(error)) from error
+
+
+async def _refuse_remains(store: Store) -> None:
+    if any(_MANIFEST_KEY.fullmatch(key) for key in await store.list("manifests/")):
+        raise ConfigurationError(
+            f"{store.url} holds manifests of a run whose {RUN_KEY} and sessions are gone; empty it "
+            "or choose another out_dir"
+        )
+
+
+async def _claim_run(
+    store: Store, run: Run | None, framework: str, now: Callable[[], float], settle_s: float
+) -> Run:
+    if run is None:
+        mine = Run(run_id=uuid.uuid4().hex, created=now(), framework=framework)
+        if not await _put_if_absent(store, RUN_KEY, mine):
+            return await _must_read_run(store)
+        run = mine
+    elif abs(now() - run.created) > 10 * settle_s:
+        return run
+    # A store that honours conditions refuses this: what we hold is what stays. One that ignores
+    # them takes it, and then a slower rank may still overwrite the run.
+    if not await _put_if_absent(store, RUN_KEY, run):
+        return await _must_read_run(store)
+    while True:
+        await asyncio.sleep(settle_s)
+        seen = await _must_read_run(store)
+        if seen == run:
+            return run
+        run = seen
+
+
+async def _must_read_run(store: Store) -> Run:
+    run = await _read_run(store)
+    if run is None:
+        raise StoreError(store.url, RUN_KEY, "read", "it was there a moment ago")
+    return run
+
+
+async def _put_session(store: Store, session: Session) -> bool:
+    key = session_key(worker_name(session.rank), session.attempt)
+    await _put_if_absent(store, key, session)
+    # Read back either way: a repeated put whose first answer was lost says "exists" of our own,
+    # and a store that ignores conditions says nothing when two processes have the same rank.
+    return (await _read_session(store, key)).session == session.session
+
+
+async def _put_if_absent(store: Store, key: str, value: Run | Session) -> bool:
+    try:
+        await store.put(key, [msgspec.json.encode(value)], if_absent=True)
+    except ObjectExists:
+        return False
+    return True

@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from smdist.storage import sync
+
+
+async def thread_id() -> int:
+    await asyncio.sleep(0)
+    return threading.get_ident()
+
+
+def test_all_callers_share_one_loop_thread() -> None:
+    found = [sync.run(thread_id())]
+    caller = threading.Thread(target=lambda: found.append(sync.run(thread_id())))
+    caller.start()
+    caller.join()
+    assert found[0] == found[1] != threading.get_ident()
+
+
+def test_errors_come_back_as_they_are() -> None:
+    async def fail() -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        sync.run(fail())
+
+
+def test_works_below_a_running_loop_but_not_on_its_own() -> None:
+    async def outer() -> int:
+        return sync.run(thread_id())
+
+    assert asyncio.run(outer()) != threading.get_ident()
+
+    async def on_the_loop() -> None:
+        sync.run(thread_id())
+
+    with pytest.raises(RuntimeError, match="wait for"):
+        sync.run(on_the_loop())
+
+
+def python(source: str, *, expect: int = 0) -> tuple[str, str]:
+    done = subprocess.run(
+        [sys.executable, "-X", "dev", "-W", "error", "-c", source],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == expect, done.stderr
+    return done.stdout, done.stderr
+
+
+HEAD = """
+import asyncio, atexit, os, sys, tempfile, threading
+from smdist.storage import LocalStore, sync
+async def ident():
+    return threading.get_ident()
+"""
+
+
+def test_a_forked_child_gets_its_own_loop_and_the_parent_keeps_its() -> None:
+    out, err = python(
+        HEAD
+        + """
+import warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # of fork with threads, 3.12
+before = sync.run(ident())
+store = LocalStore(tempfile.mkdtemp())
+sync.run(store.put("k", [b"v"]))
+child = os.fork()
+if child == 0:
+    sync.run(store.put("child", [b"v"]))
+    sys.exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert sync.run(ident()) == before
+print(sync.run(store.list()))
+"""
+    )
+    assert out == "['child', 'k']\n"
+    assert err == ""
+
+
+def test_exit_is_silent_even_with_work_under_way() -> None:
+    _, err = python(
+        HEAD
+        + """
+async def forever():
+    try:
+        await asyncio.sleep(1000)
+    finally:
+        print("cancelled", flush=True)
+async def start():
+    global task
+    task = asyncio.ensure_future(forever())
+    await asyncio.sleep(0)
+sync.run(start())
+"""
+    )
+    assert err == ""
+
+
+def test_a_last_put_at_exit_still_works() -> None:
+    """Executors take no more work then, and no thread can be started."""
+    for warm in ("", "sync.run(store.put('k', [b'v']))"):
+        out, err = python(
+            HEAD
+            + f"""
+store = LocalStore(tempfile.mkdtemp())
+{warm}
+def last():
+    sync.run(store.put("last", [b"v"]))
+    print(sync.run(store.get("last")))
+atexit.register(last)
+"""
+        )
+        assert out == "b'v'\n"
+        assert err == ""
+
+
+def test_work_after_our_own_exit_handler_still_works() -> None:
+    out, err = python(
+        """
+import atexit, tempfile
+def last():
+    print(sync.run(store.put("last", [b"v"])))
+atexit.register(last)  # before ours, so it runs after it
+from smdist.storage import LocalStore, sync
+store = LocalStore(tempfile.mkdtemp())
+sync.run(store.put("k", [b"v"]))
+"""
+    )
+    assert out == "None\n"
+    assert err == ""
+
+
+def test_ctrl_c_interrupts_and_cancels() -> None:
+    with subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            HEAD
+            + """
+done = threading.Event()
+async def forever():
+    try:
+        print("waiting", flush=True)
+        await asyncio.sleep(1000)
+    finally:
+        done.set()
+try:
+    sync.run(forever())
+except KeyboardInterrupt:
+    assert done.wait(10)
+    print("interrupted", sync.run(ident()) > 0)
+""",
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waiting\n"
+        os.kill(process.pid, signal.SIGINT)
+        out, _ = process.communicate(timeout=30)
+    assert out == "interrupted True\n"
+    assert process.returncode == 0

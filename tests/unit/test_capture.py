@@ -1,0 +1,350 @@
+"""Capture against the reader its uploader uses: a real spool, no uploader."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from smdist.codec import dtype_code, numpy_dtype
+from smdist.identity import ModeKeys, StepRef
+from smdist.manifest import Run, Session
+from smdist.planning import TensorPlan
+from smdist.record import Close, Drop, End, Flush, Inline, Part, Piece, Trouble
+from smdist.statistics import derive
+from smdist.workers.capture import Capture, CaptureLimits
+from smdist.workers.host import NumpyHost
+from smdist.workers.journal import JournalReader
+from smdist.workers.ledger import Ledger
+from smdist.workers.part import PartPlan, Wanted, plan_part
+from smdist.workers.spool import Spool, SpoolInfo, UploadOptions
+
+Array = npt.NDArray[np.generic]
+RAW = TensorPlan(raw=True, reductions=frozenset(), collections=("weights",))
+
+
+def step(number: int) -> StepRef:
+    return StepRef(ModeKeys.TRAIN, number, number)
+
+
+def wanted(name: str, array: Array, plan: TensorPlan = RAW) -> Wanted:
+    return Wanted(name, dtype_code(array.dtype), array.shape, array.nbytes, plan)
+
+
+def plan_of(**arrays: Array) -> tuple[PartPlan, list[Array]]:
+    return plan_part([wanted(n, a) for n, a in arrays.items()]), list(arrays.values())
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> Spool:
+    session = Session("s" * 32, 0, 1, 0, "all", 0.0, "host", 1, "")
+    info = SpoolInfo(
+        Run("run", 0.0, "numpy"),
+        session,
+        str(tmp_path / "out"),
+        UploadOptions(),
+        1,
+        0,
+        str(tmp_path / "disk" / "smdist" / "overflow"),
+    )
+    return Spool.create(info, tmp_path / "memory")
+
+
+@pytest.fixture
+def lines() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def make(spool: Spool, lines: list[str]) -> Iterator[Callable[..., Capture[Array]]]:
+    made: list[Capture[Array]] = []
+
+    def build(**limits: object) -> Capture[Array]:
+        settings = {"buffer_bytes": 8 << 20, **limits}
+        made.append(Capture(spool, NumpyHost(), CaptureLimits(**settings), lines.append))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield build
+    for capture in made:
+        capture.close()
+
+
+def read(spool: Spool) -> list[Piece]:
+    reader = JournalReader(spool)
+    try:
+        return reader.read()
+    finally:
+        reader.close()
+
+
+def bytes_of(spool: Spool, record: Part | Inline) -> bytes:
+    if isinstance(record, Inline):
+        return record.data
+    return spool.find(f"arena-{record.arena}").read_bytes()[record.offset :]
+
+
+def tensors_of(spool: Spool) -> dict[tuple[int, str], Array]:
+    """Raw tensors by step and name, as an uploader would find them."""
+    found: dict[tuple[int, str], Array] = {}
+    for piece in read(spool):
+        record = piece.record
+        if not isinstance(record, (Part, Inline)):
+            continue
+        assert piece.kind is not None
+        data = bytes_of(spool, record)
+        for spec in piece.kind.tensors:
+            raw = data[spec.offset : spec.offset + spec.nbytes]
+            array = np.frombuffer(raw, numpy_dtype(spec.dtype)).reshape(spec.shape)
+            found[record.mode_step, spec.name] = array
+    return found
+
+
+def kinds(spool: Spool) -> list[str]:
+    return [type(piece.record).__name__ for piece in read(spool)]
+
+
+def test_a_saved_tensor_is_as_it_was_when_save_returned(
+    spool: Spool, make: Callable[..., Capture[Array]]
+) -> None:
+    capture = make()
+    weight = np.arange(100_000, dtype=np.float32)
+    expected = weight.copy()
+    plan, arrays = plan_of(weight=weight)
+    capture.begin(step(0))
+    assert capture.save(plan, arrays)
+    weight[:] = -1
+    np.testing.assert_array_equal(tensors_of(spool)[0, "weight"], expected)
+
+
+def test_a_step_is_declared_once_and_closed(
+    spool: Spool, make: Callable[..., Capture[Array]]
+) -> None:
+    capture = make()
+    plan, arrays = plan_of(a=np.ones(1000), b=np.zeros((0, 3)), c=np.array(3.5, np.float32))
+    for number in range(2):
+        capture.begin(step(number))
+        capture.save(plan, arrays)
+    assert capture.open_step == step(1)
+    capture.close_step()
+    assert kinds(spool) == ["Declare", "Part", "Close", "Part", "Close"]
+    assert tensors_of(spool)[1, "c"] == 3.5
+    assert tensors_of(spool)[1, "b"].shape == (0, 3)
+
+
+def test_small_parts_travel_in_the_journal(
+    spool: Spool, make: Callable[..., Capture[Array]]
+) -> None:
+    capture = make()
+    plan, arrays = plan_of(loss=np.array(0.25))
+    capture.begin(step(3))
+    capture.save(plan, arrays)
+    assert kinds(spool) == ["Declare", "Inline"]
+    assert tensors_of(spool)[3, "loss"] == 0.25
+
+
+def test_a_part_after_the_close_belongs_to_its_step(
+    spool: Spool, make: Callable[..., Capture[Array]]
+) -> None:
+    capture = make()
+    plan, arrays = plan_of(late=np.array(1.0))
+    capture.begin(step(7))
+    capture.close_step()
+    assert capture.save(plan, arrays)
+    assert kinds(spool) == ["Close", "Declare", "Inline"]
+    assert (7, "late") in tensors_of(spool)
+
+
+def test_non_contiguous_arrays_are_stored_in_c_order(
+    spool: Spool, make: Callable[..., Capture[Array]]
+) -> None:
+    capture = make()
+    array = np.arange(60_000, dtype=np.int64).reshape(200, 300).T[::2]
+    plan, arrays = plan_of(array=array)
+    capture.begin(step(0))
+    capture.save(plan, arrays)
+    np.testing.assert_array_equal(tensors_of(spool)[0, "array"], array)
+
+
+@pytest.mark.parametrize("raw", [True, False])
+def test_reductions_are_measured_beside_or_instead_of_raw_values(
+    spool: Spool, make: Callable[..., Capture[Array]], raw: bool
+) -> None:
+    capture = make()
+    plan = TensorPlan(raw=raw, reductions=frozenset({"mean", "l2", "median"}), collections=())
+    array = np.linspace(-3, 5, 10_001, dtype=np.float32)
+    strided = np.asfortranarray(np.outer(array[:50], array[:60]))
+    part = plan_part([wanted("a", array, plan), wanted("b", strided, plan)])
+    capture.begin(step(0))
+    capture.save(part, [array, strided])
+    (piece,) = (p for p in read(spool) if isinstance(p.record, (Part, Inline)))
+    assert isinstance(piece.record, (Part, Inline))
+    data = bytes_of(spool, piece.record)
+    rows = np.frombuffer(data[: 2 * part.stride], np.float64).reshape(2, -1)
+    for row, values in zip(rows, (array, strided), strict=True):
+        exact = values.astype(np.float64)
+        assert derive(row, part.columns, "mean") == pytest.approx(exact.mean())
+        assert derive(row, part.columns, "l2") == pytest.approx(np.linalg.norm(exact.ravel()))
+        assert derive(row, part.columns, "median") == pytest.approx(np.median(exact))
+    if raw:
+        np.testing.assert_array_equal(tensors_of(spool)[0, "b"], strided)
+
+
+def test_acknowledged_ranges_are_used_again(
+    spool: Spool, make: Callable[..., Capture[Array]]
+) -> None:
+    capture = make(buffer_bytes=4 << 20)
+    ledger = Ledger(spool.path / "ledger")
+    plan, arrays = plan_of(big=np.zeros(1 << 20, np.uint8))
+    for number in range(50):
+        capture.begin(step(number))
+        assert capture.save(plan, arrays)
+        capture.close_step()
+        ledger.acked = read(spool)[-1].ordinal + 1
+    assert capture.usage().buffer_bytes <= 2 << 20
+    assert capture.usage().blocked_s == 0
+    ledger.close()
+
+
+def test_a_full_buffer_drops_and_says_so(
+    spool: Spool, make: Callable[..., Capture[Array]], lines: list[str]
+) -> None:
+    capture = make(buffer_bytes=4 << 20, on_full="drop")
+    plan, arrays = plan_of(big=np.zeros(3 << 20, np.uint8))
+    capture.begin(step(0))
+    assert capture.save(plan, arrays)
+    capture.begin(step(1))
+    assert not capture.save(plan, arrays)
+    (drop,) = (p.record for p in read(spool) if isinstance(p.record, Drop))
+    assert (drop.mode_step, drop.names, drop.nbytes) == (1, ("big",), 3 << 20)
+    assert capture.usage().dropped_tensors == 1
+    assert len(lines) == 1
+    assert "buffer" in lines[0]
+
+
+def test_a_full_buffer_blocks_until_the_uploader_made_room(
+    spool: Spool, make: Callable[..., Capture[Array]]
+) -> None:
+    """Also when all of it is held by the open step: the uploader is asked to flush that."""
+    capture = make(buffer_bytes=4 << 20)
+    plan, arrays = plan_of(big=np.zeros(3 << 20, np.uint8))
+
+    def acknowledge() -> None:
+        ledger = Ledger(spool.path / "ledger")
+        while not any(isinstance(p.record, Flush) for p in read(spool)):
+            pass
+        ledger.acked = read(spool)[-1].ordinal + 1
+        ledger.close()
+
+    capture.begin(step(0))
+    assert capture.save(plan, arrays)
+    uploader = threading.Thread(target=acknowledge)
+    uploader.start()
+    assert capture.save(plan, arrays)
+    uploader.join()
+    assert capture.usage().blocked_s > 0
+
+
+def test_blocking_ends_after_the_timeout(
+    make: Callable[..., Capture[Array]], lines: list[str]
+) -> None:
+    capture = make(buffer_bytes=4 << 20, block_timeout_s=0.05)
+    plan, arrays = plan_of(big=np.zeros(3 << 20, np.uint8))
+    capture.begin(step(0))
+    assert capture.save(plan, arrays)
+    assert not capture.save(plan, arrays)
+    assert capture.usage().dropped_bytes == 3 << 20
+    assert lines
+
+
+def test_a_part_larger_than_the_buffer_is_dropped_at_once_with_the_remedy(
+    make: Callable[..., Capture[Array]], lines: list[str]
+) -> None:
+    capture = make(buffer_bytes=1 << 20)
+    plan, arrays = plan_of(big=np.zeros(2 << 20, np.uint8))
+    capture.begin(step(0))
+    assert not capture.save(plan, arrays)
+    assert "buffer_bytes" in lines[0]
+
+
+def test_journal_rotation_keeps_every_file_readable_alone(
+    spool: Spool, make: Callable[..., Capture[Array]]
+) -> None:
+    capture = make()
+    arrays = {f"tensor/{i:04d}": np.full(20, i, np.float32) for i in range(1000)}
+    plan = plan_part([wanted(n, a) for n, a in arrays.items()])
+    ledger = Ledger(spool.path / "ledger")
+    scalar, value = plan_of(x=np.zeros(50))
+    for number in range(12_000):
+        capture.begin(step(number))
+        capture.save(scalar, value)
+        if number % 4000 == 0:
+            capture.save(plan, list(arrays.values()))
+    capture.close_step()
+    pieces = read(spool)
+    assert [p.ordinal for p in pieces] == list(range(len(pieces)))
+    assert sum(isinstance(p.record, Close) for p in pieces) == 12_000
+    assert len(list(spool.path.glob("journal-*"))) > 1
+    later = JournalReader(spool, start=pieces[-100].ordinal)
+    assert later.read() == pieces[-100:]
+    later.close()
+    ledger.close()
+
+
+def test_memory_that_runs_out_of_room_goes_on_disk(small_disk: Path, tmp_path: Path) -> None:
+    session = Session("s" * 32, 0, 1, 0, "all", 0.0, "host", 1, "")
+    overflow = tmp_path / "disk" / "smdist" / "overflow"
+    info = SpoolInfo(Run("run", 0.0, "numpy"), session, "out", UploadOptions(), 1, 0, str(overflow))
+    spool = Spool.create(info, small_disk)
+    lines: list[str] = []
+    limits = CaptureLimits(buffer_bytes=64 << 20)
+    capture: Capture[Array] = Capture(spool, NumpyHost(), limits, lines.append)
+    arrays = [np.full(3 << 20, number, np.uint8) for number in range(6)]
+    for number, array in enumerate(arrays):
+        plan, _ = plan_of(big=array)
+        capture.begin(step(number))
+        assert capture.save(plan, [array])
+    found = tensors_of(spool)
+    for number, array in enumerate(arrays):
+        np.testing.assert_array_equal(found[number, "big"], array)
+    assert (overflow / "arena-1").exists()
+    assert any("disk" in line for line in lines)
+    capture.close()
+
+
+def test_an_orderly_end_closes_the_step_and_a_crash_leaves_it_open(
+    spool: Spool, make: Callable[..., Capture[Array]]
+) -> None:
+    capture = make()
+    capture.begin(step(0))
+    capture.end("RuntimeError: boom")
+    assert [type(p.record) for p in read(spool)] == [End]
+    plan, arrays = plan_of(x=np.zeros(3))
+    assert not capture.save(plan, arrays)
+
+
+def test_equal_troubles_are_journalled_once_and_counted(
+    spool: Spool, make: Callable[..., Capture[Array]]
+) -> None:
+    capture = make()
+    for _ in range(5):
+        capture.trouble("cannot read a sparse tensor")
+    (trouble,) = (p.record for p in read(spool))
+    assert isinstance(trouble, Trouble)
+    assert capture.usage().troubles == 5
+
+
+def test_drain_waits_for_the_acknowledgement(
+    spool: Spool, make: Callable[..., Capture[Array]]
+) -> None:
+    capture = make()
+    capture.begin(step(0))
+    capture.end()
+    assert not capture.drain(0.05)
+    ledger = Ledger(spool.path / "ledger")
+    ledger.acked = read(spool)[-1].ordinal + 1
+    assert capture.drain(5)
+    ledger.close()

@@ -1,0 +1,108 @@
+"""The bounded memory between training and upload: arenas, and who still needs which range.
+
+Called by `Capture` under its lock. A range taken is pinned with the ordinal of the journal record
+that names it, and free again once the uploader has acknowledged that ordinal.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from smdist.workers.arena import Arena, arena_name
+from smdist.workers.spool import Spool, no_room
+
+__all__ = ["Buffer", "Spot"]
+
+
+class Spot(NamedTuple):
+    arena: int
+    offset: int
+    nbytes: int
+    address: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
+
+
+class Buffer:
+    def __init__(self, spool: Spool, limit_bytes: int, say: Callable[[str], None]) -> None:
+        self.limit_bytes = limit_bytes
+        self._spool, self._say = spool, say
+        self._arenas = [Arena(spool.path / arena_name(0), limit_bytes)]
+        self._full = [False]  # the file system under that arena has no room left
+        self._pinned: deque[tuple[int, Spot]] = deque()
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(arena.used for arena in self._arenas)
+
+    @property
+    def spare_bytes(self) -> int:
+        return sum(arena.spare for arena in self._arenas)
+
+    def take(self, nbytes: int) -> Spot | None:
+        """A place for `nbytes`, None when the limit or the file systems leave none."""
+        for index, arena in enumerate(self._arenas):
+            try:
+                offset = arena.take(nbytes)
+            except OSError as error:
+                if not no_room(error):
+                    raise
+                self._note_full(index)
+                continue
+            if offset >= 0:
+                return Spot(index, offset, nbytes, arena.address + offset)
+        if self._full == [True] and self._add_overflow(nbytes):
+            return self.take(nbytes)
+        return None
+
+    def view(self, spot: Spot) -> memoryview:
+        return self._arenas[spot.arena].view[spot.offset : spot.end]
+
+    def pin(self, spot: Spot, ordinal: int) -> None:
+        self._pinned.append((ordinal, spot))
+
+    def give_back(self, spot: Spot) -> None:
+        self._arenas[spot.arena].give(spot.offset, spot.nbytes)
+
+    def reclaim(self, acked: int) -> None:
+        """Free what every record below `acked` named."""
+        pinned = self._pinned
+        while pinned and pinned[0][0] < acked:
+            self.give_back(pinned.popleft()[1])
+
+    def warm(self, nbytes: int) -> None:
+        """Have `nbytes` more ready; called off the training thread."""
+        for index, arena in enumerate(self._arenas):
+            if not self._full[index]:
+                try:
+                    arena.warm(nbytes)
+                except OSError as error:
+                    if not no_room(error):
+                        raise
+                    continue  # the training thread will meet it, and say so, if it needs the room
+                return
+
+    def _note_full(self, index: int) -> None:
+        if not self._full[index]:
+            self._full[index] = True
+            where = (self._spool.path, self._spool.overflow)[index]
+            self._say(f"{where} has no more room for the capture buffer")
+
+    def _add_overflow(self, nbytes: int) -> bool:
+        capacity = max(self.limit_bytes - self._arenas[0].reserved, 0)
+        if capacity < nbytes:
+            return False
+        folder: Path = self._spool.make_overflow()
+        self._say(f"the rest of the capture buffer goes to disk: {folder}; capture will be slower")
+        self._arenas.append(Arena(folder / arena_name(1), capacity))
+        self._full.append(False)
+        return True
+
+    def close(self) -> None:
+        for arena in self._arenas:
+            arena.close()

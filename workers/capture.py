@@ -1,0 +1,377 @@
+"""The capture of one rank: tensors in, journalled bytes out. Framework-neutral.
+
+Called by a hook, in the training process, in this order:
+
+    begin(step)             closes the step before
+    save(plan, tensors)*    on return the bytes survive the death of this process
+    close_step()            everything planned for the step is there; later parts are still welcome
+    end(reason)             no more will come
+    drain(timeout)          wait until the uploader has stored it all
+    close()                 let go of memory and files
+
+Any thread may call `save`; a lock keeps the journal in order. `save` copies on the calling thread and
+does no other work: no file is created, nothing is compressed, nobody is waited for, unless the buffer
+is full and `on_full` says "block".
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Generic, Literal, NamedTuple, TypeVar
+
+import msgspec
+
+from smdist import kernel
+from smdist.identity import StepRef
+from smdist.record import Close, Describe, Drop, End, Flush, Inline, Part, Record, Trouble
+from smdist.statistics import measure_into
+from smdist.workers.buffer import Buffer, Spot
+from smdist.workers.deferred import Deferred
+from smdist.workers.host import Host, Wait
+from smdist.workers.journal import JournalFileFull, JournalWriter
+from smdist.workers.ledger import Ledger
+from smdist.workers.part import PartPlan
+from smdist.workers.spool import Doorbell, Spool
+from smdist.workers.warmer import Warmer
+
+__all__ = ["Capture", "CaptureLimits", "Usage"]
+
+T = TypeVar("T")
+
+INLINE_BYTES = 512
+_STEPS_AHEAD = 3  # warm room for so many steps of the size last seen
+_MOST_TROUBLES = 100
+_PATIENCE_S = 2.0  # a longer wait for room is told to the user
+
+
+class CaptureLimits(msgspec.Struct, frozen=True):
+    buffer_bytes: int
+    on_full: Literal["block", "drop"] = "block"
+    block_timeout_s: float = 600.0  # after so long a wait, drop (and say so) rather than hang
+
+
+class Usage(NamedTuple):
+    """What `hook.usage()` shows."""
+
+    buffer_bytes: int
+    buffer_limit_bytes: int
+    captured_bytes: int
+    captured_steps: int
+    stored_bytes: int
+    stored_steps: int
+    dropped_tensors: int
+    dropped_bytes: int
+    blocked_s: float
+    troubles: int
+    pending_records: int
+
+
+class Capture(Generic[T]):
+    def __init__(
+        self, spool: Spool, host: Host[T], limits: CaptureLimits, say: Callable[[str], None]
+    ) -> None:
+        """`say` gives one line to the user; it is called rarely."""
+        self._host, self._limits, self._say = host, limits, say
+        self._journal = JournalWriter(spool)
+        self._ledger = Ledger(spool.path / "ledger")
+        self._doorbell = Doorbell(spool)
+        self._buffer = Buffer(spool, limits.buffer_bytes, say)
+        self._warmer = Warmer(self._buffer)
+        self._deferred = Deferred(lambda error: self.trouble(f"device copy failed: {error}"))
+        self._lock = threading.Condition(threading.RLock())
+        self._kinds: dict[PartPlan, int] = {}
+        self._scratch = bytearray(INLINE_BYTES)
+        self._scratch_address = kernel.address_of(self._scratch)
+        self._ref: StepRef | None = None
+        self._is_open = False
+        self._step_bytes = 0
+        self._captured_bytes = self._captured_steps = 0
+        self._dropped_tensors = self._dropped_bytes = 0
+        self._blocked_s = 0.0
+        self._troubles: dict[str, int] = {}
+        self._ended = False
+
+    # -- steps --------------------------------------------------------------------------------
+
+    @property
+    def open_step(self) -> StepRef | None:
+        return self._ref if self._is_open else None
+
+    def begin(self, ref: StepRef) -> None:
+        with self._lock:
+            self.close_step()
+            self._ref, self._is_open, self._step_bytes = ref, True, 0
+            self._buffer.reclaim(self._ledger.acked)
+
+    def close_step(self) -> None:
+        with self._lock:
+            if not self._is_open or self._ref is None:
+                return
+            self._is_open = False
+            self._captured_steps += 1
+            self._commit(Close(*self._stamp(self._ref)))
+            self._doorbell.ring()
+            self._warmer.want(_STEPS_AHEAD * self._step_bytes)
+
+    def save(self, plan: PartPlan, tensors: Sequence[T]) -> bool:
+        """Capture `tensors`, which are as `plan` says, at the current step. False: dropped."""
+        with self._lock:
+            ref = self._ref
+            if ref is None or self._ended:
+                return False
+            if plan.nbytes <= INLINE_BYTES and not self._deferred.busy:
+                return self._save_inline(ref, plan, tensors)
+            return self._save_in_arena(ref, plan, tensors)
+
+    # -- the rest of what a hook says ----------------------------------------------------------
+
+    def describe(self, key: str, data: bytes) -> None:
+        with self._lock:
+            self._commit(Describe(key, data))
+
+    def trouble(self, message: str) -> None:
+        """Note an error of ours; each text is journalled once, however often it comes."""
+        with self._lock:
+            seen = self._troubles.get(message, 0)
+            if seen == 0 and len(self._troubles) >= _MOST_TROUBLES:
+                message = "further errors"
+                seen = self._troubles.get(message, 0)
+            self._troubles[message] = seen + 1
+            if seen == 0 and not self._ended:
+                step = -1 if self._ref is None else self._ref.step
+                self._commit(Trouble(message, step, time.time()))
+
+    def end(self, reason: str = "") -> None:
+        """An orderly end closes the open step; an end with a reason leaves it open."""
+        with self._lock:
+            if self._ended:
+                return
+            if not reason:
+                self.close_step()
+            self._commit(End(reason, time.time()))
+            self._ended = True
+        self._doorbell.ring()
+
+    def drain(
+        self, timeout_s: float, progress: Callable[[Usage, str], None] = lambda _u, _t: None
+    ) -> bool:
+        """Wait for the uploader; `progress` gets the usage and its trouble a few times a second."""
+        deadline = time.monotonic() + timeout_s
+        if not self._deferred.join(timeout_s):
+            return False
+        while self._ledger.acked < self._journal.next_ordinal:
+            if time.monotonic() > deadline:
+                return False
+            self._doorbell.ring()
+            progress(self.usage(), self._ledger.trouble)
+            time.sleep(0.02)
+        return True
+
+    def usage(self) -> Usage:
+        ledger = self._ledger
+        return Usage(
+            buffer_bytes=self._buffer.used_bytes,
+            buffer_limit_bytes=self._buffer.limit_bytes,
+            captured_bytes=self._captured_bytes,
+            captured_steps=self._captured_steps,
+            stored_bytes=ledger.bytes_stored,
+            stored_steps=ledger.steps_stored,
+            dropped_tensors=self._dropped_tensors,
+            dropped_bytes=self._dropped_bytes,
+            blocked_s=self._blocked_s,
+            troubles=sum(self._troubles.values()),
+            pending_records=self._journal.next_ordinal - ledger.acked,
+        )
+
+    def close(self) -> None:
+        with self._lock:
+            self._ended = True
+            self._warmer.stop()
+            self._journal.close()
+            self._doorbell.close()
+            self._buffer.close()
+            self._ledger.close()
+
+    # -- copying ------------------------------------------------------------------------------
+
+    def _save_inline(self, ref: StepRef, plan: PartPlan, tensors: Sequence[T]) -> bool:
+        target = memoryview(self._scratch)[: plan.nbytes]
+        for wait in self._copy(plan, tensors, self._scratch_address, target):
+            wait()
+        data = bytes(target)
+        self._append_of(plan, lambda kind: Inline(*self._stamp(ref), kind, data))
+        self._captured_bytes += plan.nbytes
+        return True
+
+    def _save_in_arena(self, ref: StepRef, plan: PartPlan, tensors: Sequence[T]) -> bool:
+        spot = self._buffer.take(plan.nbytes) or self._wait_for_room(ref, plan.nbytes)
+        if isinstance(spot, str):
+            self._drop(ref, plan, reason=spot)
+            return False
+        try:
+            waits = self._copy(plan, tensors, spot.address, self._buffer.view(spot))
+        except BaseException:
+            self._buffer.give_back(spot)
+            raise
+        stamp = self._stamp(ref)
+
+        def commit() -> None:
+            with self._lock:
+                ordinal = self._append_of(
+                    plan, lambda kind: Part(*stamp, kind, spot.arena, spot.offset)
+                )
+                self._buffer.pin(spot, ordinal)
+
+        if waits or self._deferred.busy:
+            self._deferred.submit(waits, commit)
+        else:
+            commit()
+        self._captured_bytes += plan.nbytes
+        self._step_bytes += plan.nbytes
+        return True
+
+    def _copy(
+        self, plan: PartPlan, tensors: Sequence[T], base: int, target: memoryview
+    ) -> list[Wait]:
+        """Raw bytes and statistics to their places; what is left to wait for."""
+        host, waits = self._host, []
+        targets, sources, sizes = [], [], []
+        for index, offset, size in zip(plan.raw, plan.raw_offsets, plan.raw_sizes, strict=True):
+            tensor = tensors[index]
+            if host.on_device(tensor):
+                waits.append(host.start_copy(tensor, target[offset : offset + size]))
+            elif address := host.address(tensor):
+                targets.append(base + offset)
+                sources.append(address)
+                sizes.append(size)
+            elif size:
+                host.write(tensor, target[offset : offset + size])
+        kernel.copy(targets, sources, sizes)
+        if plan.measured:
+            waits += self._measure(plan, tensors, base, target)
+        return waits
+
+    def _measure(
+        self, plan: PartPlan, tensors: Sequence[T], base: int, target: memoryview
+    ) -> list[Wait]:
+        host, stride, waits, keep = self._host, plan.stride, [], []
+        addresses: list[int] = []
+        for row, index in enumerate(plan.measured):
+            tensor = tensors[index]
+            if host.on_device(tensor):
+                place = target[row * stride : (row + 1) * stride]
+                waits.append(host.start_measure(tensor, plan.columns, place))
+                continue
+            address = host.address(tensor)
+            if not address and plan.measured_counts[row]:
+                keep.append(host.contiguous(tensor))
+                address = host.address(keep[-1])
+            addresses.append(address)
+        if not waits:
+            measure_into(
+                addresses, plan.measured_counts, plan.measured_dtypes, plan.columns, base, stride
+            )
+        else:
+            self._measure_between(plan, tensors, addresses, base)
+        return waits
+
+    def _measure_between(
+        self, plan: PartPlan, tensors: Sequence[T], addresses: list[int], base: int
+    ) -> None:
+        """Rows of tensors in host memory in a part that also has some on a device."""
+        left = iter(addresses)
+        for row, index in enumerate(plan.measured):
+            if not self._host.on_device(tensors[index]):
+                counts, dtypes = plan.measured_counts[row], plan.measured_dtypes[row]
+                place = base + row * plan.stride
+                measure_into([next(left)], [counts], [dtypes], plan.columns, place, plan.stride)
+
+    # -- room ---------------------------------------------------------------------------------
+
+    def _wait_for_room(self, ref: StepRef, nbytes: int) -> Spot | str:
+        """The buffer is full: do what `on_full` says. A text is the reason to drop."""
+        self._buffer.reclaim(self._ledger.acked)
+        spot = self._buffer.take(nbytes)
+        if spot is not None:
+            return spot
+        limit = self._buffer.limit_bytes
+        if nbytes > limit:
+            return f"{nbytes} bytes at once exceed buffer_bytes={limit}; raise it"
+        if self._limits.on_full == "drop":
+            return f"the buffer of {limit} bytes was full"
+        began = time.monotonic()
+        spot = self._block(ref, nbytes, began)
+        self._blocked_s += time.monotonic() - began
+        timeout_s = self._limits.block_timeout_s
+        return spot or f"no room for {timeout_s:.0f} s; {self._ledger.trouble or 'slow uploader'}"
+
+    def _block(self, ref: StepRef, nbytes: int, began: float) -> Spot | None:
+        told = False
+        self._commit(Flush())
+        while (waited := time.monotonic() - began) < self._limits.block_timeout_s:
+            self._doorbell.ring()
+            self._lock.wait(min(0.0005 + waited / 20, 0.02))  # lets other threads commit meanwhile
+            self._buffer.reclaim(self._ledger.acked)
+            spot = self._buffer.take(nbytes)
+            if spot is not None:
+                return spot
+            if waited > _PATIENCE_S and not told:
+                told = True
+                self._say(
+                    f"step {ref.step}: training waits for room in the capture buffer "
+                    f"({self._buffer.limit_bytes} bytes); "
+                    f"{self._ledger.trouble or 'the uploader is slower than capture'}; "
+                    "raise buffer_bytes, save less often, or pass on_full='drop'"
+                )
+        return None
+
+    def _drop(self, ref: StepRef, plan: PartPlan, reason: str) -> None:
+        if not self._dropped_tensors:
+            self._say(f"step {ref.step}: {len(plan.names)} tensors not captured: {reason}")
+        self._dropped_tensors += len(plan.names)
+        self._dropped_bytes += plan.nbytes
+        self._commit(Drop(*self._stamp(ref), plan.names, plan.nbytes, reason))
+
+    # -- journal ------------------------------------------------------------------------------
+
+    @staticmethod
+    def _stamp(ref: StepRef) -> tuple[int, int, int, float]:
+        return (ref.mode.value, ref.mode_step, ref.step, time.time())
+
+    def _commit(self, record: Record) -> None:
+        """Append a record that names no part, in order with parts that wait for a device."""
+        if self._deferred.busy:
+            self._deferred.submit((), lambda: self._append_locked(record))
+        else:
+            self._append(record)
+
+    def _append_locked(self, record: Record) -> None:
+        with self._lock:
+            self._append(record)
+
+    def _append(self, record: Record) -> int:
+        try:
+            return self._journal.append(record)
+        except JournalFileFull:
+            self._kinds.clear()
+            self._journal.make_room((record,))
+            return self._journal.append(record)
+
+    def _append_of(self, plan: PartPlan, record_of: Callable[[int], Record]) -> int:
+        """Append a record of a part, declaring its kind first if this file does not know it."""
+        try:
+            return self._append_declared(plan, record_of)
+        except JournalFileFull:
+            self._kinds.clear()
+            self._journal.make_room((plan.declaration(0), record_of(0)))
+            return self._append_declared(plan, record_of)
+
+    def _append_declared(self, plan: PartPlan, record_of: Callable[[int], Record]) -> int:
+        kind = self._kinds.get(plan)
+        if kind is None:
+            kind = len(self._kinds)
+            self._journal.append(plan.declaration(kind))
+            self._kinds[plan] = kind
+        return self._journal.append(record_of(kind))

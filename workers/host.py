@@ -1,0 +1,69 @@
+"""How a framework's tensors are read. One adapter per framework implements `Host`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Host", "NumpyHost", "Wait"]
+
+T = TypeVar("T", contravariant=False)
+
+Wait = Callable[[], None]
+
+
+class Host(Protocol[T]):
+    """Called by `Capture.save` on the thread that captures, in this order for each tensor:
+
+    `on_device`; if so `start_copy` / `start_measure`, which return at once with a function that waits
+    for the result to arrive in `target`, called later on another thread. Otherwise `address`; when
+    that is 0, `write` for raw bytes or `contiguous` for statistics.
+    """
+
+    def on_device(self, tensor: T) -> bool:
+        """Is it in memory that the CPU cannot read?"""
+        ...
+
+    def address(self, tensor: T) -> int:
+        """Where its bytes lie, in C order without gaps; 0 when they do not."""
+        ...
+
+    def write(self, tensor: T, target: memoryview) -> None:
+        """Copy its elements in C order to `target`."""
+        ...
+
+    def contiguous(self, tensor: T) -> T:
+        """The same values with an address; kept alive by the caller until read."""
+        ...
+
+    def start_copy(self, tensor: T, target: memoryview) -> Wait: ...
+
+    def start_measure(self, tensor: T, columns: Sequence[str], target: memoryview) -> Wait: ...
+
+
+class NumpyHost:
+    """Arrays; also what `save_tensor` of any framework falls back to."""
+
+    def on_device(self, tensor: npt.NDArray[np.generic]) -> bool:
+        return False
+
+    def address(self, tensor: npt.NDArray[np.generic]) -> int:
+        return int(tensor.ctypes.data) if tensor.flags.c_contiguous else 0
+
+    def write(self, tensor: npt.NDArray[np.generic], target: memoryview) -> None:
+        view = np.frombuffer(target, dtype=np.uint8).view(tensor.dtype).reshape(tensor.shape)
+        np.copyto(view, tensor)
+
+    def contiguous(self, tensor: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+        return np.ascontiguousarray(tensor).reshape(tensor.shape)
+
+    def start_copy(self, tensor: npt.NDArray[np.generic], target: memoryview) -> Wait:
+        raise NotImplementedError("arrays are never on a device")
+
+    def start_measure(
+        self, tensor: npt.NDArray[np.generic], columns: Sequence[str], target: memoryview
+    ) -> Wait:
+        raise NotImplementedError("arrays are never on a device")

@@ -25,7 +25,7 @@ from smdist.collection import SCALAR_COLLECTIONS, Collection, CollectionKeys, co
 from smdist.config import CollectionManager, HookConfig
 from smdist.errors import InvalidCollectionConfiguration
 from smdist.identity import ModeKeys
-from smdist.schedule import NEVER
+from smdist.schedule import NEVER, Schedule
 
 __all__ = ["NEVER", "Planner", "StepPlan", "TensorPlan"]
 
@@ -101,6 +101,7 @@ class Planner:
 
     def _forget(self) -> None:
         self._active: dict[str, Collection] | None = None
+        self._schedules: dict[ModeKeys, tuple[tuple[str, Schedule], ...]] = {}
         self._due_spans: dict[ModeKeys, tuple[int, int]] = {}
         self._step_plans: dict[tuple[ModeKeys, tuple[str, ...]], StepPlan] = {}
         self._last: tuple[ModeKeys, int, StepPlan] | None = None
@@ -145,9 +146,17 @@ class Planner:
             if name not in collections or collections[name].selects_nothing
         )
 
-    def _in_mode(self, mode: ModeKeys) -> Iterable[tuple[str, Collection]]:
-        skipped = self._manager.framework.training_only if mode in _WITHOUT_TRAINING else ()
-        return ((n, c) for n, c in self.active().items() if n not in skipped)
+    def _in_mode(self, mode: ModeKeys) -> tuple[tuple[str, Schedule], ...]:
+        """Name and schedule of each collection that can be due in that mode."""
+        found = self._schedules.get(mode)
+        if found is None:
+            skipped = self._manager.framework.training_only if mode in _WITHOUT_TRAINING else ()
+            found = self._schedules[mode] = tuple(
+                (name, collection.save_config.schedule(mode))
+                for name, collection in self.active().items()
+                if name not in skipped and collection.save_config is not None
+            )
+        return found
 
     # -- when --------------------------------------------------------------------------------
 
@@ -158,7 +167,7 @@ class Planner:
             return due
         if not self._validated:
             self.prepare()
-        due = min((_next(c, mode, mode_step) for _, c in self._in_mode(mode)), default=NEVER)
+        due = min((s.next_due(mode_step) for _, s in self._in_mode(mode)), default=NEVER)
         self._due_spans[mode] = (mode_step, due)
         return due
 
@@ -166,7 +175,7 @@ class Planner:
         last = self._last
         if last is not None and last[1] == mode_step and last[0] is mode:
             return last[2]
-        due = tuple(n for n, c in self._in_mode(mode) if _next(c, mode, mode_step) == mode_step)
+        due = tuple(name for name, s in self._in_mode(mode) if s.should_save(mode_step))
         plan = self._step_plans.get((mode, due))
         if plan is None:
             plan = self._step_plans[mode, due] = StepPlan(mode, due, self._resolve)
@@ -185,10 +194,10 @@ class Planner:
         if found is None:
             members = self.membership(name)
             found = self._anywhere[name] = any(
-                n in members and _next(c, mode, 0) != NEVER
+                collection in members and schedule.next_due(0) != NEVER
                 for mode in ModeKeys
                 if not self._skipped(name, mode)
-                for n, c in self._in_mode(mode)
+                for collection, schedule in self._in_mode(mode)
             )
         return found
 
@@ -268,8 +277,3 @@ class Planner:
             }
             for name, collection in sorted(self._manager.get_collections().items())
         )
-
-
-def _next(collection: Collection, mode: ModeKeys, step: int) -> int:
-    config = collection.save_config
-    return NEVER if config is None else config.next_due(mode, step)

@@ -14,21 +14,12 @@ from typing import Any, Final
 
 from smdist.errors import ConfigurationError, UnknownKey
 from smdist.observable import ListView, Observable
+from smdist.statistics import REDUCTIONS, canonical, is_reduction
 from smdist.values import boolean, known_keys, located, strings
 
-__all__ = ["REDUCTION_KEYS", "REDUCTION_NAMES", "ReductionConfig", "canonical_reduction"]
+__all__ = ["REDUCTION_KEYS", "ReductionConfig", "canonical_reduction"]
 
 _NORMS: Final = ("l1", "l2")
-_PLAIN: Final = ("min", "max", "median", "mean", "std", "variance", "sum", "prod")
-_COUNTS: Final = ("nans", "infs", "zeros")
-REDUCTION_NAMES: Final = (
-    *_PLAIN,
-    *_NORMS,
-    *(f"abs_{name}" for name in (*_PLAIN, *_NORMS)),
-    *_COUNTS,
-)
-_QUANTILE = re.compile(r"q(\d*\.?\d+|\d+\.)", re.ASCII)
-
 _LISTS: Final = ("reductions", "abs_reductions", "norms", "abs_norms")
 _FLAGS: Final = ("save_raw_tensor", "save_shape")
 REDUCTION_KEYS: Final = (*_LISTS, *_FLAGS)
@@ -38,15 +29,13 @@ def canonical_reduction(name: object, key: str = "reductions") -> str:
     """The one name of a reduction: `L1_norm` is `l1`, `q.50` is `q0.5`."""
     text = name.strip().lower() if isinstance(name, str) else ""
     text = re.sub(r"(?<=l[12])_norm$", "", text)
-    quantile = _QUANTILE.fullmatch(text)
-    if quantile is not None and 0.0 <= float(quantile[1]) <= 1.0:
-        return f"q{float(quantile[1])!r}"
-    if text in REDUCTION_NAMES:
-        return text
+    text = re.sub(r"^q(?=\.\d)", "q0", text)
+    if is_reduction(text):
+        return canonical(text)
     if text.startswith("q") and text[1:2].isdigit():
         raise ConfigurationError(f"{key}: {name!r} is no quantile; write one of 0 to 1 as 'q0.99'")
-    near = get_close_matches(text, REDUCTION_NAMES, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(REDUCTION_NAMES)}, q0.99"
+    near = get_close_matches(text, REDUCTIONS, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(REDUCTIONS)}, q0.99"
     raise ConfigurationError(f"{key}: {name!r} is no reduction; {hint}")
 
 

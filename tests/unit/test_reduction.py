@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smdist.errors import ConfigurationError, UnknownKey
-from smdist.reduction import REDUCTION_NAMES, ReductionConfig, canonical_reduction
+from smdist.reduction import ReductionConfig, canonical_reduction
+from smdist.statistics import REDUCTIONS, columns_for
 
 
 def test_lists_come_to_canonical_names() -> None:
@@ -106,11 +107,12 @@ def test_layers_read_through_key_by_key() -> None:
     assert other.names == {"abs_std"}
 
 
-@given(st.lists(st.sampled_from([*REDUCTION_NAMES, "q0.25"])), st.booleans(), st.booleans())
+@given(st.lists(st.sampled_from([*REDUCTIONS, "q0.25"])), st.booleans(), st.booleans())
 def test_data_and_back(names: list[str], raw: bool, shape: bool) -> None:
     flat = {"reductions": ",".join(names), "save_raw_tensor": raw, "save_shape": str(shape)}
     config = ReductionConfig.from_dict(flat)
     assert config.names == set(names)
+    assert columns_for(config.names)
     for twin in (
         ReductionConfig(reductions=names, save_raw_tensor=raw, save_shape=shape),
         ReductionConfig.from_json(config.to_json()),

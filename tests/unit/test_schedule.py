@@ -124,6 +124,7 @@ def test_modes_given_are_complete_others_follow_the_plain_settings() -> None:
 def test_assigning_a_plain_setting_reaches_every_mode() -> None:
     config = SaveConfig({TRAIN: SaveConfigMode(save_interval=1)}, save_interval=4)
     config.get_save_config(EVAL).save_interval = 2
+    config.get_save_config(EVAL).end_step = 50
     config.end_step = 0
     assert [saved(config, 100, mode) for mode in ModeKeys] == [[], [], [], []]
     assert [config.schedule(m).save_interval for m in (TRAIN, EVAL, GLOBAL)] == [1, 2, 4]

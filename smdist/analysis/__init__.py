@@ -1,0 +1,1 @@
+"""Where scripts written for smdebug look for `no_refresh`."""

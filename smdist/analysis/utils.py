@@ -1,0 +1,7 @@
+"""`no_refresh(trial)` or `no_refresh([trial, ...])`: keep trials where they are."""
+
+from __future__ import annotations
+
+from smdist.trials.follower import no_refresh
+
+__all__ = ["no_refresh"]

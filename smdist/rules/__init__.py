@@ -1,0 +1,9 @@
+"""Conditions evaluated step by step over a trial."""
+
+from __future__ import annotations
+
+from smdist.rules.req_tensors import RequiredTensors, RequiredTensorsForTrial
+from smdist.rules.rule import Rule
+from smdist.rules.rule_invoker import invoke_rule
+
+__all__ = ["RequiredTensors", "RequiredTensorsForTrial", "Rule", "invoke_rule"]

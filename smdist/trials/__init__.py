@@ -1,0 +1,25 @@
+"""Questions about a run: `create_trial` opens it, `Trial` and `Tensor` answer."""
+
+from __future__ import annotations
+
+from smdist.coordination.membership import Disagreement, MissingReason, RankReport, RankStatus
+from smdist.trials.catalogue import StepState
+from smdist.trials.follower import no_refresh
+from smdist.trials.opening import create_trial
+from smdist.trials.report import AttemptInfo, DroppedTensors
+from smdist.trials.tensor import Tensor
+from smdist.trials.trial import Trial
+
+__all__ = [
+    "AttemptInfo",
+    "Disagreement",
+    "DroppedTensors",
+    "MissingReason",
+    "RankReport",
+    "RankStatus",
+    "StepState",
+    "Tensor",
+    "Trial",
+    "create_trial",
+    "no_refresh",
+]

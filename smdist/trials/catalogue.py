@@ -1,0 +1,278 @@
+"""What a run holds, as of one moment: the pure side of a trial.
+
+A `Catalogue` is immutable. `advance` makes the next one from more facts, looking again only at
+steps that the new facts touch. Every question a trial answers without reading tensor data is
+answered here.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cached_property
+from typing import NamedTuple
+
+from smdist.coordination.membership import (
+    PATIENCE,
+    MissingReason,
+    Patience,
+    RankReport,
+    RankStatus,
+    StepFacts,
+    expected_ranks,
+    missing_ranks,
+    rank_reports,
+    step_attempts,
+    step_facts,
+)
+from smdist.coordination.merge import StepKey, View, merge
+from smdist.errors import StepNotYetAvailable, StepUnavailable
+from smdist.identity import ModeKeys
+from smdist.layout import Layout, TensorEntry
+from smdist.manifest import StepEntry
+
+__all__ = ["Catalogue", "Found", "LayoutIndex", "StepState", "advance"]
+
+GLOBAL = ModeKeys.GLOBAL
+
+
+class StepState(Enum):
+    """UNAVAILABLE: not saved and never will be. AVAILABLE: all there, or no more of it can come."""
+
+    UNAVAILABLE = 0
+    AVAILABLE = 1
+    NOT_YET_AVAILABLE = 2
+
+
+class LayoutIndex:
+    """A layout with its names looked up by dictionary."""
+
+    __slots__ = ("layout", "positions")
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.positions = {tensor.name: place for place, tensor in enumerate(layout.tensors)}
+
+
+class Found(NamedTuple):
+    """Where a tensor of a step of a rank lies: `position` in `layout`, in the block of `entry`."""
+
+    rank: int
+    entry: StepEntry
+    layout: Layout
+    position: int
+
+    @property
+    def tensor(self) -> TensorEntry:
+        return self.layout.tensors[self.position]
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """`attempt` None: of each step the newest attempt. `steps` holds that choice."""
+
+    attempt: int | None = None
+    range_steps: tuple[int | None, int | None] = (None, None)
+    patience: Patience = PATIENCE
+    view: View = field(default_factory=View)
+    layouts: Mapping[str, LayoutIndex] = field(default_factory=dict)
+    expected: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    steps: Mapping[StepKey, StepFacts] = field(default_factory=dict)
+    now: float = 0.0
+
+    # -- steps -------------------------------------------------------------------------------
+
+    @cached_property
+    def by_number(self) -> dict[int, StepFacts]:
+        """Global number -> step, in order of number.
+
+        Two steps can claim one number when attempts or ranks interleaved their modes differently;
+        the newer attempt, then the lower rank is followed. The other keeps its mode's number.
+        """
+        chosen: dict[int, StepFacts] = {}
+        for facts in self.steps.values():
+            other = chosen.get(facts.step)
+            if other is None or _precedence(facts) < _precedence(other):
+                chosen[facts.step] = facts
+        return dict(sorted(chosen.items()))
+
+    @cached_property
+    def _mode_steps(self) -> dict[int, dict[int, StepFacts]]:
+        found: dict[int, dict[int, StepFacts]] = {}
+        for (mode, mode_step), facts in sorted(self.steps.items()):
+            found.setdefault(mode, {})[mode_step] = facts
+        return found
+
+    def of_mode(self, mode: ModeKeys) -> Mapping[int, StepFacts]:
+        """Step numbers as the user of `mode` counts them, in order."""
+        return self.by_number if mode is GLOBAL else self._mode_steps.get(mode.value, {})
+
+    def step(self, number: int, mode: ModeKeys) -> StepFacts | None:
+        return self.of_mode(mode).get(number)
+
+    def require(self, number: int, mode: ModeKeys) -> StepFacts:
+        """That step; StepUnavailable or StepNotYetAvailable when nothing of it is here."""
+        facts = self.step(number, mode)
+        if facts is not None:
+            return facts
+        if self.state(number, mode) is StepState.UNAVAILABLE:
+            raise StepUnavailable(number, mode)
+        raise StepNotYetAvailable(number, mode)
+
+    @cached_property
+    def last_complete_step(self) -> int:
+        return max((facts.step for facts in self.steps.values() if facts.complete), default=-1)
+
+    @cached_property
+    def saved_modes(self) -> list[ModeKeys]:
+        return [ModeKeys(mode) for mode in sorted(self._mode_steps)]
+
+    # -- ranks -------------------------------------------------------------------------------
+
+    @cached_property
+    def attempts(self) -> tuple[int, ...]:
+        known = sorted(self.view.attempts)
+        return tuple(known if self.attempt is None else [a for a in known if a == self.attempt])
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks of which there is any sign."""
+        return tuple(sorted({rank for a in self.attempts for rank in self.view.attempts[a]}))
+
+    @cached_property
+    def _reports(self) -> dict[int, dict[int, RankReport]]:
+        return {a: rank_reports(self.view, a, self.now, self.patience) for a in self.attempts}
+
+    def reports(self, attempt: int) -> Mapping[int, RankReport]:
+        return self._reports.get(attempt, {})
+
+    @cached_property
+    def finished(self) -> bool:
+        """No rank may still write."""
+        reports = [r for attempt in self._reports.values() for r in attempt.values()]
+        return bool(reports) and not any(report.pending for report in reports)
+
+    def missing(self, facts: StepFacts) -> dict[int, MissingReason]:
+        return missing_ranks(self.view, facts, self.reports(facts.attempt))
+
+    def may_still_write(self, facts: StepFacts, rank: int) -> bool:
+        """Whether more of that step may come from `rank`."""
+        if rank not in facts.absent:
+            return False
+        reason, report = self.missing(facts)[rank], self.reports(facts.attempt)[rank]
+        return report.pending and reason in (MissingReason.LAGGING, MissingReason.NEVER_STARTED)
+
+    def settled(self, facts: StepFacts) -> bool:
+        return facts.complete or not any(self.may_still_write(facts, r) for r in facts.absent)
+
+    def state(self, number: int, mode: ModeKeys) -> StepState:
+        facts = self.step(number, mode)
+        if facts is not None:
+            return StepState.AVAILABLE if self.settled(facts) else StepState.NOT_YET_AVAILABLE
+        if mode is GLOBAL and not self._in_range(number):
+            return StepState.UNAVAILABLE
+        for attempt, reports in self._reports.items():
+            known = self.view.attempts[attempt]
+            for rank, report in reports.items():
+                passed = known[rank].passed if report.status is not RankStatus.NEVER_STARTED else {}
+                if report.pending and passed.get(mode.value, -1) <= number:
+                    return StepState.NOT_YET_AVAILABLE
+        return StepState.UNAVAILABLE
+
+    def next_step(self, number: int, mode: ModeKeys) -> int | None:
+        """The first saved step from `number` on."""
+        steps = list(self.of_mode(mode))
+        place = bisect_left(steps, number)
+        return steps[place] if place < len(steps) else None
+
+    def _in_range(self, number: int) -> bool:
+        first, end = self.range_steps
+        return (first is None or number >= first) and (end is None or number < end)
+
+    # -- tensors -----------------------------------------------------------------------------
+
+    def names_of(self, facts: Iterable[StepFacts]) -> set[str]:
+        digests = {digest for one in facts for digest in one.layouts}
+        return {name for digest in digests for name in self._positions(digest)}
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        return frozenset(self.names_of(self.steps.values()))
+
+    @cached_property
+    def members(self) -> dict[str, set[str]]:
+        """Collection -> names of the tensors that were saved as its members."""
+        found: dict[str, set[str]] = {}
+        for digest in {digest for facts in self.steps.values() for digest in facts.layouts}:
+            index = self.layouts.get(digest)
+            for tensor in index.layout.tensors if index else ():
+                for collection in tensor.collections:
+                    found.setdefault(collection, set()).add(tensor.name)
+        return found
+
+    def _positions(self, digest: str) -> Mapping[str, int]:
+        index = self.layouts.get(digest)
+        return index.positions if index is not None else {}
+
+    def has(self, facts: StepFacts, name: str) -> bool:
+        return any(name in self._positions(digest) for digest in facts.layouts)
+
+    def find(self, facts: StepFacts, name: str, rank: int) -> Found | None:
+        """The tensor as `rank` wrote it in that step; the newest, if it wrote it several times."""
+        known = self.view.rank(facts.attempt, rank)
+        for entry in reversed(known.steps.get(facts.key, ()) if known else ()):
+            if not entry.layout:
+                continue
+            position = self._positions(entry.layout).get(name)
+            if position is not None:
+                return Found(rank, entry, self.layouts[entry.layout].layout, position)
+        return None
+
+    def holders(self, facts: StepFacts, name: str) -> Iterator[Found]:
+        """The tensor of that step on every rank that has it, in order of rank."""
+        if self.has(facts, name):
+            for rank in facts.ranks:
+                found = self.find(facts, name, rank)
+                if found is not None:
+                    yield found
+
+
+def _precedence(facts: StepFacts) -> tuple[int, int, int]:
+    return (-facts.attempt, min(facts.ranks, default=1 << 62), facts.key[0])
+
+
+def advance(old: Catalogue, delta: View, layouts: Mapping[str, Layout], now: float) -> Catalogue:
+    """The catalogue with the facts of `delta` and the layouts they name, as of `now`."""
+    view = merge(old.view, delta)
+    attempts = [a for a in view.attempts if old.attempt is None or a == old.attempt]
+    expected = {attempt: expected_ranks(view, attempt) for attempt in attempts}
+    touched: set[StepKey] = set()
+    for attempt in attempts:
+        # When more ranks are expected than before, what was complete may no longer be.
+        source = view if expected[attempt] != old.expected.get(attempt) else delta
+        for known in source.attempts.get(attempt, {}).values():
+            touched.update(known.steps, known.drops)
+    new = replace(
+        old,
+        view=view,
+        expected=expected,
+        now=now,
+        layouts={**old.layouts, **{d: LayoutIndex(layout) for d, layout in layouts.items()}},
+    )
+    untouched = {key: facts for key, facts in old.steps.items() if key not in touched}
+    return replace(new, steps={**untouched, **_assess(new, touched)})
+
+
+def _assess(catalogue: Catalogue, touched: set[StepKey]) -> dict[StepKey, StepFacts]:
+    found: dict[StepKey, StepFacts] = {}
+    for key in touched:
+        if catalogue.attempt is not None:
+            attempt = catalogue.attempt
+        else:
+            attempt = step_attempts(catalogue.view, key)[0]
+        facts = step_facts(catalogue.view, attempt, key, catalogue.expected[attempt])
+        if facts is not None and catalogue._in_range(facts.step):
+            found[key] = facts
+    return found

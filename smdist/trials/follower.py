@@ -1,0 +1,160 @@
+"""A run that is read while it may still grow.
+
+A follower holds one immutable catalogue at a time and replaces it when it moves on. It moves on
+
+- when `refresh()` or `wait_for_steps()` is called,
+- when `has_passed_step()` cannot say yes or no, or `loaded_all_steps` is asked, on a live job,
+- when an answer would be "not there yet" (StepNotYetAvailable, an unknown tensor, an empty list) on
+  a live job: one refresh, then the answer.
+
+The last two are what keeps loops such as `while not trial.loaded_all_steps:` going. `no_refresh`
+suspends them. Once no rank may still write, only `refresh()` looks at the store again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from smdist.errors import NoMoreData, StepNotYetAvailable, StepUnavailable, WaitTimeout
+from smdist.identity import ModeKeys
+from smdist.manifest import CollectionInfo, Run
+from smdist.storage import sync
+from smdist.storage.base import Store
+from smdist.trials.catalogue import Catalogue, StepState, advance
+from smdist.trials.loader import Loader
+from smdist.trials.reader import Reader
+
+__all__ = ["Follower", "no_refresh"]
+
+GLOBAL = ModeKeys.GLOBAL
+T = TypeVar("T")
+
+POLL_FIRST_S = 0.1
+POLL_MOST_S = 2.0
+
+
+class Follower:
+    """Questions may come from several threads; `refresh` is one at a time."""
+
+    def __init__(self, store: Store, catalogue: Catalogue) -> None:
+        self.dynamic_refresh = True
+        self.catalogue = catalogue
+        self.reader = Reader(store, sync.run)
+        self._store = store
+        self._loader = Loader(store)
+        self._refreshing = threading.Lock()
+        self._described: tuple[CollectionInfo, ...] = ()
+        self._unreadable: dict[str, str] = {}
+        self.run: Run = sync.run(self._loader.run())
+        self.refresh()
+
+    def close(self) -> None:
+        sync.run(self._store.close())
+
+    def refresh(self) -> None:
+        """Move on to what the store holds now. Reads only what is new."""
+        with self._refreshing:
+            news = sync.run(self._loader.poll())
+            self._unreadable.update(news.troubles)
+            if news.collections is not None:
+                self._described = news.collections.collections
+            self.catalogue = advance(self.catalogue, news.facts, news.layouts, time.time())
+
+    def move_on(self) -> bool:
+        if self.catalogue.finished or not self.dynamic_refresh:
+            return False
+        self.refresh()
+        return True
+
+    def ask(self, query: Callable[[Catalogue], T]) -> T:
+        """`query` of one catalogue; of the next one if this one has not come so far."""
+        try:
+            return query(self.catalogue)
+        except StepNotYetAvailable:
+            if not self.move_on():
+                raise
+        return query(self.catalogue)
+
+    @property
+    def loaded_all_steps(self) -> bool:
+        """The job has ended, every rank of it or it was lost, and all it wrote is in view."""
+        if not self.catalogue.finished:
+            self.move_on()
+        return self.catalogue.finished
+
+    def has_passed_step(self, step: int, mode: ModeKeys = GLOBAL) -> StepState:
+        state = self.catalogue.state(step, mode)
+        if state is StepState.NOT_YET_AVAILABLE and self.move_on():
+            state = self.catalogue.state(step, mode)
+        return state
+
+    def wait_for_steps(
+        self,
+        required_steps: Iterable[int],
+        mode: ModeKeys = GLOBAL,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Return when every step is AVAILABLE. Moves on even under `no_refresh`.
+
+        StepUnavailable: it was passed over. NoMoreData: the job ended before it. WaitTimeout. Without
+        a timeout it waits as long as a rank that may still write the step shows signs of life.
+        """
+        deadline = _deadline(timeout_s)
+        for step in required_steps:
+            for _ in self._polls(deadline, f"step {step} of mode {mode.name}"):
+                state = self.catalogue.state(step, mode)
+                if state is StepState.AVAILABLE:
+                    break
+                if state is StepState.UNAVAILABLE:
+                    last = max(self.catalogue.of_mode(mode), default=None)
+                    if self.catalogue.finished and (last is None or step > last):
+                        raise NoMoreData(step, mode, last)
+                    raise StepUnavailable(step, mode)
+
+    def next_saved_step(
+        self, step: int, mode: ModeKeys = GLOBAL, timeout_s: float | None = None
+    ) -> int | None:
+        """The first AVAILABLE step from `step` on, waited for; None when the job ends before it."""
+        for _ in self._polls(_deadline(timeout_s), f"a step from {step} on"):
+            found = self.catalogue.next_step(step, mode)
+            if found is None:
+                if self.catalogue.finished:
+                    break
+            elif self.catalogue.state(found, mode) is StepState.AVAILABLE:
+                return found
+        return None
+
+    def _polls(self, deadline: float, what: str) -> Iterator[None]:
+        """Yield, and refresh before every further turn, less and less often."""
+        pause = POLL_FIRST_S
+        yield
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise WaitTimeout(f"{self._store.url}: {what} did not come in time")
+            self.refresh()
+            yield
+            time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
+            pause = min(2 * pause, POLL_MOST_S)
+
+
+def _deadline(timeout_s: float | None) -> float:
+    return float("inf") if timeout_s is None else time.monotonic() + timeout_s
+
+
+@contextmanager
+def no_refresh(trials: Follower | Iterable[Follower]) -> Iterator[Follower | Iterable[Follower]]:
+    """Keep trials where they are, whatever is asked of them within."""
+    every = [trials] if isinstance(trials, Follower) else list(trials)
+    before = [trial.dynamic_refresh for trial in every]
+    for trial in every:
+        trial.dynamic_refresh = False
+    try:
+        yield trials
+    finally:
+        for trial, dynamic in zip(every, before, strict=True):
+            trial.dynamic_refresh = dynamic

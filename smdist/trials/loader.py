@@ -1,0 +1,215 @@
+"""Reads what is new in a run's store: facts of the ranks, layouts, collections.
+
+Runs on the event loop that owns the store; one `poll` at a time. What is immutable is read once:
+sessions and manifests by their keys (a rank's manifests are listed after the last one read),
+layouts by digest. A rank whose last manifest says "ended" is not asked again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from smdist.coordination.merge import View, add
+from smdist.errors import NoSuchRun, ObjectNotFound, TrialError
+from smdist.identity import worker_name
+from smdist.layout import Layout
+from smdist.manifest import (
+    FORMAT,
+    Collections,
+    Heartbeat,
+    RankManifest,
+    Run,
+    Session,
+    collections_key,
+    heartbeat_key,
+    layout_key,
+    manifest_key,
+)
+from smdist.storage.base import Store
+
+__all__ = ["Loader", "News"]
+
+A = TypeVar("A")
+T = TypeVar("T")
+
+_SESSION = re.compile(r"sessions/worker_(\d+)/(\d+)\.json")
+_MANIFEST = re.compile(r"manifests/worker_\d+/\d+-(\d+)\.json")
+
+
+@dataclass
+class News:
+    """What one poll found; `troubles` are objects that could not be read and were passed over."""
+
+    facts: View = field(default_factory=View)
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    collections: Collections | None = None
+    troubles: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class _Progress:
+    """How far the manifests of one rank in one attempt were read."""
+
+    upto: int = 0  # every seq below was read
+    beyond: set[int] = field(default_factory=set)
+    final: bool = False
+
+    @property
+    def ended(self) -> bool:
+        return self.final and not self.beyond
+
+    def lacks(self, seq: int) -> bool:
+        return seq >= self.upto and seq not in self.beyond
+
+    def saw(self, seq: int) -> None:
+        self.beyond.add(seq)
+        while self.upto in self.beyond:
+            self.beyond.remove(self.upto)
+            self.upto += 1
+
+
+class _Fresh(NamedTuple):
+    progress: _Progress
+    seq: int
+    key: str
+
+
+class Loader:
+    def __init__(self, store: Store, concurrency: int = 32) -> None:
+        self._store = store
+        self._concurrency = concurrency
+        self._sessions: set[str] = set()
+        self._progress: dict[tuple[int, int], _Progress] = {}
+        self._layouts: set[str] = set()
+        self._wanted: set[str] = set()
+        self._described = False
+
+    async def run(self) -> Run:
+        """The run's head; NoSuchRun when there is none yet."""
+        try:
+            data = await self._store.get("run.json")
+        except ObjectNotFound:
+            raise NoSuchRun(self._store.url) from None
+        try:
+            run = msgspec.json.decode(data, type=Run)
+        except msgspec.DecodeError as error:
+            raise TrialError(f"{self._store.url}: run.json is not a run's: {error}") from error
+        if run.format > FORMAT:
+            raise TrialError(
+                f"{self._store.url} was written in format {run.format}; this smdist reads up to "
+                f"{FORMAT}: install a newer one"
+            )
+        return run
+
+    async def poll(self) -> News:
+        news = News()
+        await self._poll_sessions(news)
+        live = [key for key, progress in self._progress.items() if not progress.ended]
+        found = await self._each(self._fresh, live)
+        await self._each(
+            partial(self._load_manifest, news), [one for some in found for one in some]
+        )
+        ranks = sorted({rank for _, rank in live})
+        await self._each(partial(self._poll_heartbeat, news), ranks)
+        await self._each(partial(self._load_layout, news), sorted(self._wanted))
+        if live or not self._described:
+            await self._load_collections(news)
+        return news
+
+    async def _each(self, call: Callable[[A], Awaitable[T]], items: Sequence[A]) -> list[T]:
+        """`call` of every item, some at a time; the first error ends the rest."""
+        gate = asyncio.Semaphore(self._concurrency)
+
+        async def guarded(item: A) -> T:
+            async with gate:
+                return await call(item)
+
+        tasks = [asyncio.ensure_future(guarded(item)) for item in items]
+        try:
+            return list(await asyncio.gather(*tasks))
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+
+    async def _decode(self, news: News, kind: type[T], key: str) -> T | None:
+        try:
+            return msgspec.json.decode(await self._store.get(key), type=kind)
+        except (ObjectNotFound, msgspec.DecodeError) as error:
+            news.troubles[key] = f"{key} was passed over: {error}"
+            return None
+
+    async def _poll_sessions(self, news: News) -> None:
+        found = [(key, _SESSION.fullmatch(key)) for key in await self._store.list("sessions/")]
+        fresh = [(key, match) for key, match in found if match and key not in self._sessions]
+        load = partial(self._decode, news, Session)
+        for session in await self._each(load, [key for key, _ in fresh]):
+            if session is not None:
+                add(news.facts, session)
+        for key, match in fresh:
+            self._sessions.add(key)
+            self._progress.setdefault((int(match[2]), int(match[1])), _Progress())
+
+    async def _fresh(self, owner: tuple[int, int]) -> list[_Fresh]:
+        """Manifests of a rank in an attempt that were not read yet."""
+        attempt, rank = owner
+        progress, worker = self._progress[owner], worker_name(rank)
+        # A gap keeps the listing before it: a manifest that appears late is not overlooked.
+        after = manifest_key(worker, attempt, progress.upto - 1) if progress.upto else ""
+        keys = await self._store.list(f"manifests/{worker}/{attempt:06d}-", after=after)
+        found = ((_MANIFEST.fullmatch(key), key) for key in keys)
+        pairs = [(int(match[1]), key) for match, key in found if match]
+        return [_Fresh(progress, seq, key) for seq, key in pairs if progress.lacks(seq)]
+
+    async def _load_manifest(self, news: News, fresh: _Fresh) -> None:
+        manifest = await self._decode(news, RankManifest, fresh.key)
+        fresh.progress.saw(fresh.seq)
+        if manifest is None:
+            return
+        add(news.facts, manifest)
+        if manifest.state == "ended":
+            fresh.progress.final = True
+        named = {entry.layout for entry in manifest.steps if entry.layout}
+        self._wanted |= named - self._layouts
+
+    async def _poll_heartbeat(self, news: News, rank: int) -> None:
+        key = heartbeat_key(worker_name(rank))
+        try:
+            beat = msgspec.json.decode(await self._store.get(key), type=Heartbeat)
+        except ObjectNotFound:
+            return  # a young rank has none yet
+        except msgspec.DecodeError as error:
+            news.troubles[key] = f"{key} was passed over: {error}"
+            return
+        if (beat.attempt, beat.rank) in self._progress:
+            add(news.facts, beat)
+
+    async def _load_layout(self, news: News, digest: str) -> None:
+        layout = await self._decode(news, Layout, layout_key(digest))
+        if layout is not None:
+            news.layouts[digest] = layout
+            self._layouts.add(digest)
+            self._wanted.discard(digest)
+
+    async def _load_collections(self, news: News) -> None:
+        """Those of the lowest rank that has any: ranks of a job share their configuration."""
+        for rank in sorted({rank for _, rank in self._progress})[:8]:
+            key = collections_key(worker_name(rank))
+            try:
+                data = await self._store.get(key)
+                news.collections = msgspec.json.decode(data, type=Collections)
+            except ObjectNotFound:
+                continue
+            except msgspec.DecodeError as error:
+                news.troubles[key] = f"{key} was passed over: {error}"
+                continue
+            self._described = True
+            return

@@ -1,0 +1,232 @@
+"""Reads tensor data out of segments, by ranges.
+
+`plan_reads` is pure: ranges of one object that lie near each other become one request. `Reader`
+carries it out, some requests at a time, on the event loop that owns the store; checking and
+decoding happen in the thread of the caller. Small things of a block (its checksums, its
+statistics) are read whole and kept, as the next question is likely about them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from smdist.errors import CorruptObject
+from smdist.pipeline.block import (
+    Place,
+    Spans,
+    read_statistics,
+    read_tensor,
+    statistics_row,
+    statistics_spans,
+    tensor_spans,
+)
+from smdist.storage.base import Store
+from smdist.trials.catalogue import Found
+
+__all__ = ["Array", "Range", "Reader", "Request", "Row", "plan_reads"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Row = tuple[tuple[str, ...], Array]
+"""Columns of the statistics, and their values."""
+
+T = TypeVar("T")
+
+GAP = 64 << 10
+SPAN = 16 << 20
+BATCH = 128 << 20
+
+
+class Range(NamedTuple):
+    key: str
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+class Request(NamedTuple):
+    """One request, and which of the wanted ranges (by their place in the list) it covers."""
+
+    range: Range
+    members: tuple[int, ...]
+
+
+def plan_reads(wanted: Sequence[Range], gap: int = GAP, span: int = SPAN) -> list[Request]:
+    """Requests that cover `wanted`. Ranges up to `gap` apart share one of at most `span` bytes.
+
+    A range is never split, so one larger than `span` is a request of its own size.
+    """
+    requests: list[Request] = []
+    members: list[int] = []
+    current: Range | None = None
+    for place in sorted(range(len(wanted)), key=wanted.__getitem__):
+        new = wanted[place]
+        if current is not None:
+            stop = max(current.stop, new.stop)
+            near = new.key == current.key and new.start - current.stop <= gap
+            if near and (stop - current.start <= span or new.stop <= current.stop):
+                current = current._replace(stop=stop)
+                members.append(place)
+                continue
+            requests.append(Request(current, tuple(members)))
+        current, members = new, [place]
+    if current is not None:
+        requests.append(Request(current, tuple(members)))
+    return requests
+
+
+class Run(Protocol):
+    """Runs a coroutine on the loop that owns the store, from any other thread."""
+
+    def __call__(self, work: Coroutine[Any, Any, T], /) -> T: ...
+
+
+@dataclass
+class _Cache:
+    """Least recently used goes first. Touched on the event loop only."""
+
+    limit: int
+
+    def __post_init__(self) -> None:
+        self._items: OrderedDict[Range, bytes] = OrderedDict()
+        self._nbytes = 0
+
+    def get(self, key: Range) -> bytes | None:
+        data = self._items.get(key)
+        if data is not None:
+            self._items.move_to_end(key)
+        return data
+
+    def put(self, key: Range, data: bytes) -> None:
+        if key in self._items or len(data) > self.limit // 8:
+            return
+        self._items[key] = data
+        self._nbytes += len(data)
+        while self._nbytes > self.limit:
+            _, old = self._items.popitem(last=False)
+            self._nbytes -= len(old)
+
+
+class Reader:
+    def __init__(
+        self, store: Store, run: Run, *, concurrency: int = 16, cache_bytes: int = 64 << 20
+    ) -> None:
+        self._store = store
+        self._run = run
+        self._concurrency = concurrency
+        self._cache = _Cache(cache_bytes)
+
+    def values(self, found: Sequence[Found]) -> list[Array]:
+        """The raw tensors, checksums verified. All of `found` must have raw bytes."""
+        return [value for batch in _batches(found) for value in self._values(batch)]
+
+    def _values(self, found: Sequence[Found]) -> list[Array]:
+        spans = [tensor_spans(one.layout, one.tensor) for one in found]
+        return [
+            # A copy, so that the array is writable and keeps nothing else alive.
+            read_tensor(one.tensor, data, checksum, self._place(one)).copy()
+            for one, data, checksum in self._read(found, spans)
+        ]
+
+    def warm(self, found: Sequence[Found]) -> None:
+        """Read ahead, so that `values` of these finds them in the cache, as far as it goes."""
+        spans = [tensor_spans(one.layout, one.tensor) for one in found]
+        parts = [_parts(one, span) for one, span in zip(found, spans, strict=True)]
+        small = [part[:2] for part in parts if part[0].nbytes <= self._cache.limit // 8]
+        self._run(self._fetch([want for part in small for want in part]))
+
+    def rows(self, found: Sequence[Found]) -> list[Row]:
+        """What was measured of each. All of `found` must have a row in the statistics."""
+        spans = [statistics_spans(one.layout) for one in found]
+        matrices: dict[tuple[str, int], Array] = {}
+        rows: list[Row] = []
+        for one, data, checksum in self._read(found, spans):
+            block = (one.entry.segment, one.entry.offset)
+            if block not in matrices:
+                matrices[block] = read_statistics(one.layout, data, checksum, self._place(one))
+            row = statistics_row(one.layout, one.tensor, matrices[block])
+            if row is None:
+                raise ValueError(f"{one.tensor.name!r} has no statistics in this block")
+            rows.append(row)
+        return rows
+
+    def _place(self, one: Found) -> Place:
+        return Place(self._store.url, one.entry.segment)
+
+    def _read(
+        self, found: Sequence[Found], spans: Sequence[Spans | None]
+    ) -> Iterator[tuple[Found, bytes, bytes]]:
+        """The bytes and the checksum of each; a block's checksums are read together if few."""
+        parts = [_parts(one, span) for one, span in zip(found, spans, strict=True)]
+        data = self._run(self._fetch([want for part in parts for want in part[:2]]))
+        for place, (one, (_, _, at)) in enumerate(zip(found, parts, strict=True)):
+            yield one, data[2 * place], data[2 * place + 1][at : at + 4]
+
+    async def _fetch(self, wanted: Sequence[Range]) -> list[bytes]:
+        """The bytes of each range, from the cache or by as few requests as `plan_reads` finds."""
+        data: dict[Range, bytes] = {}
+        absent: list[Range] = []
+        for want in dict.fromkeys(wanted):
+            kept = self._cache.get(want) if want.nbytes else b""
+            if kept is None:
+                absent.append(want)
+            else:
+                data[want] = kept
+        gate = asyncio.Semaphore(self._concurrency)
+
+        async def read(request: Request) -> None:
+            async with gate:
+                got = await self._store.get(*request.range)
+            if len(got) != request.range.nbytes:
+                detail = f"ends early: {len(got)} of {request.range.nbytes} bytes"
+                raise CorruptObject(self._store.url, request.range.key, "read", detail)
+            for place in request.members:
+                want = absent[place]
+                at = want.start - request.range.start
+                piece = got if want.nbytes == len(got) else got[at : at + want.nbytes]
+                data[want] = piece
+                self._cache.put(want, piece)
+
+        tasks = [asyncio.ensure_future(read(request)) for request in plan_reads(absent)]
+        try:
+            await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+        return [data[want] for want in wanted]
+
+
+def _batches(found: Sequence[Found]) -> Iterator[list[Found]]:
+    """So many at a time that what was fetched but not decoded yet stays small."""
+    batch: list[Found] = []
+    nbytes = 0
+    for one in found:
+        if batch and nbytes + one.tensor.nbytes > BATCH:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(one)
+        nbytes += one.tensor.nbytes
+    if batch:
+        yield batch
+
+
+def _parts(one: Found, spans: Spans | None) -> tuple[Range, Range, int]:
+    """The range of the data, that of the checksum, and where the latter is in what it reads."""
+    if spans is None:
+        raise ValueError(f"{one.tensor.name!r} has no such data in this block")
+    key, offset = one.entry.segment, one.entry.offset
+    table, size = one.layout.checksums_offset, one.layout.checksums_nbytes
+    data = Range(key, *spans.data.within(offset))
+    if size > GAP:
+        return data, Range(key, *spans.checksum.within(offset)), 0
+    return data, Range(key, table + offset, table + offset + size), spans.checksum.start - table

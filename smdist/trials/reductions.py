@@ -1,0 +1,97 @@
+"""Reductions of stored tensors: from their saved statistics, else from their raw values.
+
+Both ways go through `smdist.statistics`, so they give the same number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from smdist.reduction import canonical_reduction
+from smdist.statistics import (
+    COLUMNS,
+    REDUCTIONS,
+    columns_for,
+    derivable,
+    derive,
+    measure,
+    merge_rows,
+)
+from smdist.trials.catalogue import Found
+from smdist.trials.reader import Array, Reader, Row
+
+__all__ = ["merged", "reduce_all", "reduction_name", "saved_reductions"]
+
+
+def _float(number: float) -> np.float64:
+    """A float that also has what arrays have, such as `item()`."""
+    result: np.float64 = np.float64(number)
+    return result
+
+
+def reduction_name(name: str, absolute: bool = False) -> str:
+    """The one name of a reduction; ConfigurationError when there is no such reduction."""
+    return canonical_reduction(f"abs_{name}" if absolute and not name.startswith("abs_") else name)
+
+
+def _measured(found: Sequence[Found], names: Sequence[str], reader: Reader) -> list[Row | None]:
+    """Statistics that suffice for `names`, of each; None where neither those nor raw were saved."""
+    rows: list[Row | None] = [None] * len(found)
+    saved = [place for place, one in enumerate(found) if _suffices(one, names)]
+    for place, row in zip(saved, reader.rows([found[i] for i in saved]), strict=True):
+        rows[place] = row
+    needed = columns_for(names)
+    raw = [i for i, one in enumerate(found) if rows[i] is None and one.tensor.offset >= 0]
+    for place, value in zip(raw, reader.values([found[i] for i in raw]), strict=True):
+        rows[place] = _measure(value, needed)
+    return rows
+
+
+def _measure(value: Array, columns: tuple[str, ...]) -> Row | None:
+    try:
+        return columns, measure(value, columns)
+    except ValueError:
+        return None  # complex numbers have no order, so no statistics
+
+
+def _suffices(one: Found, names: Sequence[str]) -> bool:
+    columns = [c for c in one.layout.columns if c not in one.tensor.unmeasured]
+    return one.tensor.row >= 0 and all(derivable(name, columns) for name in names)
+
+
+def reduce_all(
+    found: Sequence[Found], names: Sequence[str], reader: Reader
+) -> list[dict[str, np.float64] | None]:
+    """The reductions `names` (canonical) of each; None where nothing to compute them from is."""
+    return [
+        None if row is None else {name: _float(derive(row[1], row[0], name)) for name in names}
+        for row in _measured(found, names, reader)
+    ]
+
+
+def merged(found: Sequence[Found], name: str, reader: Reader) -> np.float64 | None:
+    """One reduction of all of `found` together, as if they were one tensor."""
+    needed = columns_for([name])
+    if derivable(name, (*COLUMNS, "prod")):
+        rows = _measured(found, [name], reader)
+        if any(row is None for row in rows):
+            return None
+        picked = [row[1][[row[0].index(c) for c in needed]] for row in rows if row is not None]
+        return _float(derive(merge_rows(picked, needed), needed, name))
+    # Quantiles do not merge.
+    if not all(one.tensor.offset >= 0 for one in found):
+        return None
+    every = np.concatenate([value.ravel() for value in reader.values(found)])
+    return _float(derive(measure(every, needed), needed, name))
+
+
+def saved_reductions(found: Found, reader: Reader) -> dict[str, np.float64]:
+    """All that derives from the saved statistics, raw values untouched."""
+    if found.tensor.row < 0:
+        return {}
+    ((columns, row),) = reader.rows([found])
+    extras = [column for column in columns if column.startswith("q")]
+    names = [name for name in (*REDUCTIONS, *extras) if derivable(name, columns)]
+    return {name: _float(derive(row, columns, name)) for name in names}

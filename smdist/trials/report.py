@@ -1,0 +1,92 @@
+"""What a trial says about its ranks, attempts and losses. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from smdist.coordination.membership import RankReport
+from smdist.identity import ModeKeys, worker_name
+from smdist.trials.catalogue import Catalogue
+
+__all__ = ["AttemptInfo", "DroppedTensors", "attempt_info", "describe", "dropped"]
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptInfo:
+    """One start of the job. `steps`: how many it holds, superseded ones too. `started`: 0 unknown."""
+
+    number: int
+    expected: tuple[int, ...]
+    world_size: int
+    started: float
+    steps: int
+    ranks: Mapping[int, RankReport]
+
+
+class DroppedTensors(NamedTuple):
+    worker: str
+    attempt: int
+    mode: ModeKeys
+    mode_step: int
+    step: int
+    names: tuple[str, ...]
+    nbytes: int
+    reason: str
+
+
+def attempt_info(catalogue: Catalogue, attempt: int) -> AttemptInfo:
+    known = catalogue.view.attempts[attempt]
+    return AttemptInfo(
+        number=attempt,
+        expected=catalogue.expected[attempt],
+        world_size=max((w.world_size for rank in known.values() for w in rank.worlds), default=0),
+        started=min((r.session.started for r in known.values() if r.session), default=0.0),
+        steps=len({key for rank in known.values() for key in rank.steps}),
+        ranks=catalogue.reports(attempt),
+    )
+
+
+def dropped(catalogue: Catalogue) -> list[DroppedTensors]:
+    found = []
+    for attempt, rank, known in catalogue.view.ranks():
+        if attempt not in catalogue.attempts:
+            continue
+        drops = sorted((seq, place, d) for some in known.drops.values() for seq, place, d in some)
+        found += [
+            DroppedTensors(
+                worker_name(rank),
+                attempt,
+                ModeKeys(drop.mode),
+                drop.mode_step,
+                drop.step,
+                drop.names,
+                drop.nbytes,
+                drop.reason,
+            )
+            for _, _, drop in drops
+        ]
+    return found
+
+
+def describe(name: str, path: str, catalogue: Catalogue) -> str:
+    steps = catalogue.by_number
+    complete = sum(facts.complete for facts in steps.values())
+    extent = f", {min(steps)} to {max(steps)}" if steps else ""
+    lines = [
+        f"trial {name} at {path}: {'finished' if catalogue.finished else 'live'}",
+        f"steps: {len(steps)}{extent}; {complete} complete, {len(steps) - complete} partial",
+        f"tensors: {len(catalogue.names)}",
+    ]
+    for attempt in catalogue.attempts:
+        counts = Counter(report.status.value for report in catalogue.reports(attempt).values())
+        said = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
+        lines.append(
+            f"attempt {attempt}: {len(catalogue.expected[attempt])} ranks expected; {said}"
+        )
+    lost = dropped(catalogue)
+    if lost:
+        lines.append(f"dropped: {sum(len(d.names) for d in lost)} tensors in {len(lost)} places")
+    return "\n".join(lines)

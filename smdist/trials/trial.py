@@ -1,0 +1,304 @@
+"""A run as people ask about it.
+
+A trial is a snapshot: whatever is asked, every answer is about the same set of steps, until the
+trial moves on; `smdist.trials.follower` says when it does.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, Union
+
+from typing_extensions import Self
+
+from smdist.collection import Collection
+from smdist.coordination.membership import Disagreement, MissingReason, RankReport, StepFacts
+from smdist.errors import (
+    ConfigurationError,
+    InvalidWorker,
+    StepNotYetAvailable,
+    StepUnavailable,
+    TensorUnavailable,
+)
+from smdist.identity import ModeKeys, worker_name, worker_rank
+from smdist.trials.catalogue import Catalogue
+from smdist.trials.follower import Follower
+from smdist.trials.reader import Array
+from smdist.trials.report import AttemptInfo, DroppedTensors, attempt_info, describe, dropped
+from smdist.trials.table import REDUCTIONS, Selected, to_dataframe
+from smdist.trials.tensor import Tensor
+
+if TYPE_CHECKING:
+    from smdist.storage.base import Store
+
+__all__ = ["Trial", "Worker"]
+
+GLOBAL = ModeKeys.GLOBAL
+Worker = Union[str, int, None]  # noqa: UP007 (3.10)
+
+
+class Trial(Follower):
+    """Made by `create_trial`."""
+
+    def __init__(self, store: Store, name: str, path: str, catalogue: Catalogue) -> None:
+        self.name = name
+        self.path = path
+        self.logger = logging.getLogger("smdist.trials")
+        super().__init__(store, catalogue)
+
+    def __repr__(self) -> str:
+        steps = list(self.catalogue.by_number)
+        extent = f"{len(steps)} steps {steps[0]}..{steps[-1]}" if steps else "no steps yet"
+        state = "finished" if self.catalogue.finished else "live"
+        return (
+            f"<Trial {self.name!r} at {self.path}: {len(self.catalogue.ranks)} workers, {extent}, "
+            f"{len(self.catalogue.names)} tensors, {state}>"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- tensors -----------------------------------------------------------------------------
+
+    def tensor_names(
+        self,
+        show_prefixed_tensors: bool = False,
+        *,
+        step: int | None = None,
+        mode: ModeKeys = GLOBAL,
+        regex: str | Sequence[str] | None = None,
+        collection: str | Collection | None = None,
+    ) -> list[str]:
+        """Names of saved tensors, sorted: of a step, of a mode, that any regex finds, of a collection.
+
+        `show_prefixed_tensors` is taken for the sake of older scripts; nothing is ever hidden.
+        """
+        if regex is not None and collection is not None:
+            raise ConfigurationError("tensor_names() takes regex or collection, not both")
+
+        def query() -> list[str]:
+            names = self._names(self.catalogue, step, mode)
+            if regex is not None:
+                patterns = [re.compile(r) for r in ([regex] if isinstance(regex, str) else regex)]
+                names = {name for name in names if any(p.search(name) for p in patterns)}
+            if collection is not None:
+                names &= self._members(self.catalogue, collection)
+            return sorted(names)
+
+        return query() or (query() if self.move_on() else [])
+
+    tensors = tensor_names
+
+    @staticmethod
+    def _names(catalogue: Catalogue, step: int | None, mode: ModeKeys) -> set[str]:
+        steps = catalogue.of_mode(mode)
+        if step is not None:
+            return catalogue.names_of([steps[step]] if step in steps else [])
+        return set(catalogue.names) if mode is GLOBAL else catalogue.names_of(steps.values())
+
+    def _members(self, catalogue: Catalogue, collection: str | Collection) -> set[str]:
+        """Tensors saved as members, and those the collection's definition matches."""
+        name = collection if isinstance(collection, str) else collection.name
+        saved = catalogue.members.get(name, set())
+        definition = self.collections().get(name)
+        if definition is None:
+            return saved
+        return saved | {tensor for tensor in catalogue.names if definition.matches(tensor)}
+
+    def tensor(self, tname: str) -> Tensor:
+        if not self.has_tensor(tname):
+            raise TensorUnavailable(tname, get_close_matches(tname, self.catalogue.names, n=3))
+        return Tensor(tname, self)
+
+    def has_tensor(self, tname: str) -> bool:
+        return tname in self.catalogue.names or (self.move_on() and tname in self.catalogue.names)
+
+    def collections(self) -> dict[str, Collection]:
+        """As the lowest rank configured them, and any other that a saved tensor belongs to."""
+        known = {
+            info.name: Collection(info.name, list(info.include_regex), list(info.tensor_names))
+            for info in self._described
+        }
+        members = self.catalogue.members.items()
+        return {**{name: Collection(name, None, sorted(names)) for name, names in members}, **known}
+
+    def collection(self, coll_name: str) -> Collection | None:
+        return self.collections().get(coll_name)
+
+    def values(
+        self,
+        names: str | Iterable[str] | None = None,
+        steps: Iterable[int] | None = None,
+        workers: Iterable[str | int] | None = None,
+        mode: ModeKeys = GLOBAL,
+    ) -> dict[str, dict[int, dict[str, Array]]]:
+        """Many raw values with few requests: name -> step -> worker -> value.
+
+        None means all there are, of incomplete steps too. What was not saved is left out.
+        """
+        selected = [
+            one for one in self._select(names, steps, workers, mode) if one.found.tensor.offset >= 0
+        ]
+        result: dict[str, dict[int, dict[str, Array]]] = {}
+        arrays = self.reader.values([one.found for one in selected])
+        for (number, _, found), value in zip(selected, arrays, strict=True):
+            of_step = result.setdefault(found.tensor.name, {}).setdefault(number, {})
+            of_step[worker_name(found.rank)] = value
+        return result
+
+    def to_dataframe(
+        self,
+        names: str | Iterable[str] | None = None,
+        steps: Iterable[int] | None = None,
+        workers: Iterable[str | int] | None = None,
+        mode: ModeKeys = GLOBAL,
+        reductions: Sequence[str] = REDUCTIONS,
+    ) -> Any:
+        """A pandas DataFrame: one row for each tensor of each rank at each step.
+
+        `value` is that of tensors with one element. Reductions come from saved statistics; tensors
+        that were only saved raw are read for them.
+        """
+        return to_dataframe(self.reader, self._select(names, steps, workers, mode), reductions)
+
+    def _select(
+        self,
+        names: str | Iterable[str] | None,
+        steps: Iterable[int] | None,
+        workers: Iterable[str | int] | None,
+        mode: ModeKeys,
+    ) -> list[Selected]:
+        if names is not None:
+            names = [names] if isinstance(names, str) else list(names)
+            for name in names:
+                self.tensor(name)
+        ranks = None if workers is None else {self.rank_of(worker) for worker in workers}
+        catalogue = self.catalogue
+        every = catalogue.of_mode(mode)
+        chosen = every if steps is None else {n: every[n] for n in steps if n in every}
+        return [
+            Selected(number, facts.attempt, found)
+            for name in (sorted(catalogue.names) if names is None else names)
+            for number, facts in chosen.items()
+            for found in catalogue.holders(facts, name)
+            if ranks is None or found.rank in ranks
+        ]
+
+    # -- steps -------------------------------------------------------------------------------
+
+    def steps(self, mode: ModeKeys = GLOBAL, show_incomplete_steps: bool = False) -> list[int]:
+        """COMPLETE steps, or all of which any rank has something."""
+
+        def query() -> list[int]:
+            steps = self.catalogue.of_mode(mode).items()
+            return [n for n, facts in steps if show_incomplete_steps or facts.complete]
+
+        return query() or (query() if self.move_on() else [])
+
+    @property
+    def last_complete_step(self) -> int:
+        """Greatest global step that is COMPLETE, -1 for none."""
+        return self.catalogue.last_complete_step
+
+    @property
+    def range_steps(self) -> tuple[int | None, int | None]:
+        return self.catalogue.range_steps
+
+    def modes(self) -> list[ModeKeys]:
+        """Modes with saved steps, GLOBAL left out."""
+        return [mode for mode in self.catalogue.saved_modes if mode is not GLOBAL]
+
+    def mode(self, global_step: int) -> ModeKeys | None:
+        return self.mode_modestep(global_step)[0]
+
+    def mode_step(self, global_step: int) -> int | None:
+        return self.mode_modestep(global_step)[1]
+
+    def mode_modestep(self, global_step: int) -> tuple[ModeKeys | None, int | None]:
+        facts = self._step_or_none(global_step, GLOBAL)
+        if facts is None:
+            return None, None
+        mode, mode_step = facts.key
+        return ModeKeys(mode), facts.step if mode == GLOBAL.value else mode_step
+
+    def global_step(self, mode: ModeKeys, mode_step: int) -> int | None:
+        if mode is GLOBAL:
+            return mode_step
+        facts = self._step_or_none(mode_step, mode)
+        return None if facts is None else facts.step
+
+    def _step_or_none(self, number: int, mode: ModeKeys) -> StepFacts | None:
+        try:
+            return self.ask(lambda catalogue: catalogue.require(number, mode))
+        except (StepNotYetAvailable, StepUnavailable):
+            return None
+
+    def missing(self, step: int, mode: ModeKeys = GLOBAL) -> dict[int, MissingReason]:
+        """Rank -> why it is missing from that step; {} exactly when the step is COMPLETE."""
+
+        def query(catalogue: Catalogue) -> dict[int, MissingReason]:
+            return catalogue.missing(catalogue.require(step, mode))
+
+        return self.ask(query)
+
+    def disagreements(self) -> list[Disagreement]:
+        """Steps to which ranks gave different global numbers; the lowest rank's is used."""
+        steps = self.catalogue.steps.values()
+        return [facts.disagreement for facts in steps if facts.disagreement is not None]
+
+    # -- ranks -------------------------------------------------------------------------------
+
+    def workers(self) -> list[str]:
+        """Workers that have started, in order of rank."""
+        if not self.catalogue.ranks:
+            self.move_on()
+        return [worker_name(rank) for rank in self.catalogue.ranks]
+
+    @property
+    def num_workers(self) -> int:
+        """How many ranks of the newest attempt save."""
+        return max(
+            (len(self.catalogue.expected[a]) for a in self.catalogue.attempts[-1:]), default=0
+        )
+
+    def rank_of(self, worker: str | int) -> int:
+        try:
+            rank = worker if isinstance(worker, int) else worker_rank(worker)
+        except ValueError:
+            raise InvalidWorker(worker, self.workers()) from None  # type: ignore[arg-type]
+        if rank not in self.catalogue.ranks:
+            raise InvalidWorker(worker_name(rank), self.workers())
+        return rank
+
+    def ranks(self, attempt: int | None = None) -> dict[int, RankReport]:
+        """How each rank stood at the last refresh, in the newest attempt or in `attempt`."""
+        newest = self.catalogue.attempts[-1] if self.catalogue.attempts else 0
+        return dict(self.catalogue.reports(newest if attempt is None else attempt))
+
+    def attempts(self) -> list[AttemptInfo]:
+        """The job's starts: one, and one more for each time that it was resumed or restarted."""
+        return [attempt_info(self.catalogue, attempt) for attempt in self.catalogue.attempts]
+
+    def troubles(self) -> dict[str, list[str]]:
+        """What went wrong beside the training: worker -> messages; "" for unreadable objects."""
+        found: dict[str, list[str]] = {}
+        for _, rank, known in self.catalogue.view.ranks():
+            for _, _, message in sorted(known.troubles):
+                found.setdefault(worker_name(rank), []).append(message)
+        if self._unreadable:
+            found[""] = list(self._unreadable.values())
+        return found
+
+    def dropped(self) -> list[DroppedTensors]:
+        """What was not saved for want of room, in order of attempt, rank and step."""
+        return dropped(self.catalogue)
+
+    def describe(self) -> str:
+        """The run in a few lines, for people."""
+        return describe(self.name, self.path, self.catalogue)

@@ -1,0 +1,225 @@
+"""Writes runs for tests as an uploader does: journal records, folded and composed by the real code.
+
+run = RunBuilder(LocalStore(path))
+rank = run.rank(0, world=2)
+rank.step(TRAIN, 0, {"w": array})          # journalled
+rank.flush()                               # committed
+rank.end()
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from smdist.codec import dtype_code
+from smdist.identity import ModeKeys, worker_name
+from smdist.manifest import (
+    CollectionInfo,
+    Collections,
+    Heartbeat,
+    RankManifest,
+    RankState,
+    Run,
+    Session,
+    collections_key,
+    heartbeat_key,
+    layout_key,
+    manifest_key,
+    segment_key,
+    session_key,
+)
+from smdist.pipeline.fold import fold
+from smdist.pipeline.segment import compose
+from smdist.record import Close, Declare, Drop, Inline, Piece, Record, TensorSpec, Trouble
+from smdist.statistics import columns_for, measure
+from smdist.storage import sync
+from smdist.storage.base import Store
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass
+class Saved:
+    """How a tensor is saved; a bare array stands for `Saved(array)`."""
+
+    array: Array
+    raw: bool = True
+    reductions: Sequence[str] | None = None  # () is enough for the base statistics
+    collections: tuple[str, ...] = ("default",)
+
+
+def _part(tensors: Mapping[str, Saved]) -> tuple[Declare, bytes]:
+    measured = [saved for saved in tensors.values() if saved.reductions is not None]
+    columns = columns_for(sorted({r for saved in measured for r in saved.reductions or ()}))
+    data = b"".join(measure(saved.array, columns).tobytes() for saved in measured)
+    specs, row = [], 0
+    for name, saved in tensors.items():
+        array = np.ascontiguousarray(saved.array)
+        offset = len(data) if saved.raw else -1
+        specs.append(
+            TensorSpec(
+                name=name,
+                dtype=dtype_code(array.dtype),
+                shape=saved.array.shape,
+                nbytes=array.nbytes,
+                offset=offset,
+                row=row if saved.reductions is not None else -1,
+                collections=saved.collections,
+            )
+        )
+        row += saved.reductions is not None
+        if saved.raw:
+            data += array.tobytes() + bytes(-array.nbytes % 8)
+    return Declare(0, columns if measured else (), tuple(specs), len(data)), data
+
+
+@dataclass
+class RankWriter:
+    store: Store
+    session: Session
+    now: float
+    seq: int = 0
+    ordinal: int = 0
+    counters: dict[ModeKeys, int] = field(default_factory=dict)
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def worker(self) -> str:
+        return worker_name(self.session.rank)
+
+    def _add(self, record: Record, kind: Declare | None = None) -> None:
+        self.pieces.append(Piece(self.ordinal, record, kind))
+        self.ordinal += 1
+
+    def step(
+        self,
+        mode: ModeKeys,
+        mode_step: int,
+        tensors: Mapping[str, Array | Saved],
+        *,
+        step: int | None = None,
+        close: bool = True,
+    ) -> RankWriter:
+        """A step, or a part of it; `step` is its global number when that differs."""
+        number = mode_step if step is None else step
+        where = (mode.value, mode_step, number, self.now)
+        if tensors:
+            kind, data = _part(
+                {n: t if isinstance(t, Saved) else Saved(t) for n, t in tensors.items()}
+            )
+            self._add(Inline(*where, 0, data), kind)
+        if close:
+            self._add(Close(*where))
+        return self
+
+    def drop(self, mode: ModeKeys, mode_step: int, *names: str) -> RankWriter:
+        self._add(Drop(mode.value, mode_step, mode_step, self.now, names, 4, "buffer full"))
+        return self
+
+    def trouble(self, message: str) -> RankWriter:
+        self._add(Trouble(message, -1, self.now))
+        return self
+
+    def flush(self, state: RankState = "active", reason: str = "") -> RankWriter:
+        """Commit what was journalled since the last time."""
+        first, pieces = self.ordinal - len(self.pieces), self.pieces
+        news = fold(pieces) if pieces else None
+        segment = compose(
+            news.blocks if news else (),
+            _no_arena,
+            key=segment_key(self.worker, self.session.attempt, self.seq),
+            worker=self.worker,
+            attempt=self.session.attempt,
+            seq=self.seq,
+        )
+        for digest, layout in segment.layouts.items():
+            self._put(layout_key(digest), layout.to_json())
+        if segment.key:
+            sync.run(self.store.put(segment.key, segment.chunks))
+        manifest = RankManifest(
+            session=self.session.session,
+            rank=self.session.rank,
+            world_size=self.session.world_size,
+            attempt=self.session.attempt,
+            include_workers=self.session.include_workers,
+            seq=self.seq,
+            first=first,
+            upto=self.ordinal,
+            state=state,
+            time=self.now,
+            steps=segment.entries,
+            dropped=news.dropped if news else (),
+            troubles=news.troubles if news else (),
+            reason=reason,
+        )
+        self._put(
+            manifest_key(self.worker, self.session.attempt, self.seq),
+            msgspec.json.encode(manifest),
+        )
+        self.seq += 1
+        self.pieces = []
+        return self
+
+    def end(self) -> RankWriter:
+        return self.flush("ended")
+
+    def lose(self) -> RankWriter:
+        return self.flush("lost", "SIGKILL")
+
+    def beat(self, at: float) -> None:
+        session = self.session
+        beat = Heartbeat(session.session, session.rank, session.attempt, at, 5.0, -1, 0)
+        self._put(heartbeat_key(self.worker), msgspec.json.encode(beat))
+
+    def describe(self, *collections: CollectionInfo) -> RankWriter:
+        self._put(
+            collections_key(self.worker),
+            msgspec.json.encode(Collections(self.worker, collections)),
+        )
+        return self
+
+    def _put(self, key: str, data: bytes) -> None:
+        sync.run(self.store.put(key, [data]))
+
+
+def _no_arena(arena: int, offset: int, nbytes: int) -> memoryview:
+    raise AssertionError("everything is inline here")
+
+
+class RunBuilder:
+    def __init__(self, store: Store, *, now: float | None = None) -> None:
+        self.store = store
+        self.now = time.time() if now is None else now
+        run = Run("run", self.now, "pytorch")
+        sync.run(store.put("run.json", [msgspec.json.encode(run)]))
+
+    def rank(
+        self,
+        rank: int,
+        world: int = 1,
+        *,
+        attempt: int = 0,
+        include_workers: str | tuple[int, ...] = "all",
+        now: float | None = None,
+    ) -> RankWriter:
+        at = self.now if now is None else now
+        session = Session(
+            session=f"{attempt}.{rank}",
+            rank=rank,
+            world_size=world,
+            attempt=attempt,
+            include_workers=include_workers,
+            started=at,
+            host="host",
+            pid=1,
+            launch="",
+        )
+        key = session_key(worker_name(rank), attempt)
+        sync.run(self.store.put(key, [msgspec.json.encode(session)]))
+        return RankWriter(self.store, session, at)

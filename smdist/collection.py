@@ -258,8 +258,9 @@ class Collection(Observable):
         if value is not None:
             with located(f"collection {self._name!r}"):
                 new = ReductionConfig.parse(value)
-        elif self._hook is not None:
-            new = ReductionConfig.layered(parent=self._hook[1])
+        if self._hook is not None:
+            hook = self._hook[1]
+            new = ReductionConfig.layered(parent=hook) if new is None else new.under(hook)
         if self._reduction_config is not None:
             self._reduction_config.unwatch(self)
         if new is not None:

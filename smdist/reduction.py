@@ -98,6 +98,15 @@ class ReductionConfig(Observable):
             parent.watch(config)
         return config
 
+    def under(self, parent: ReductionConfig) -> ReductionConfig:
+        """In a collection of a hook that is configured by `parent`: itself, if it is complete."""
+        if self._parent is None or parent is self._parent or parent is self:
+            return self
+        joined = ReductionConfig.layered(parent=parent)
+        joined._own = self._own
+        self.watch(joined)
+        return joined
+
     def _checked(self, key: str, value: object) -> object:
         with located("ReductionConfig"):
             if key in _FLAGS:

@@ -242,9 +242,12 @@ class SaveConfig(_SaveKeys):
         return config
 
     def under(self, parent: SaveConfig) -> SaveConfig:
-        """This configuration in a collection of a hook that is configured by `parent`."""
-        alone = not self._open or self._parent is not None or parent is self
-        return self if alone else self._joined(parent)
+        """This configuration in a collection of a hook that is configured by `parent`.
+
+        Itself, if it is complete; a collection that moves to another hook follows that one.
+        """
+        settled = not self._open or parent is self or parent is self._parent
+        return self if settled else self._joined(parent)
 
     def filled(self, **defaults: Any) -> SaveConfig:
         """The same with other defaults (a framework's interval) for what was not given."""

@@ -11,7 +11,7 @@ from smdist.config import PYTORCH, CollectionManager
 from smdist.errors import ConfigurationError
 from smdist.identity import ModeKeys
 from smdist.reduction import ReductionConfig
-from smdist.schedule import SaveConfig, SaveConfigMode
+from smdist.schedule import SaveConfig, SaveConfigMode, Schedule
 
 
 class Ear:
@@ -211,3 +211,20 @@ def test_data_and_back(manager: CollectionManager) -> None:
         assert hash(twin) == hash(mine)
         twin.include("b")
         assert twin != mine
+
+
+def test_a_collection_that_moves_follows_its_new_hook(manager: CollectionManager) -> None:
+    mine = Collection("mine", "x")
+    manager.add(mine)
+    assert mine.save_config is not None
+    mine.save_config.start_step = 4
+    other = CollectionManager(PYTORCH, SaveConfig(save_interval=7), ReductionConfig(["mean"]))
+    other.add(mine)
+    assert mine.save_config.schedule(ModeKeys.TRAIN) == Schedule(7, 4)
+    assert mine.reduction_config is not None
+    assert mine.reduction_config.names == {"mean"}
+    ear = Ear()
+    mine.watch(ear)
+    other.reduction_config.norms = ["l1"]
+    assert ear.heard
+    assert mine.reduction_config.names == {"mean", "l1"}

@@ -80,6 +80,7 @@ typedef struct {
     uint64_t count, nans, infs, zeros;
     double sum, sum_rest, abs_sum, abs_sum_rest; /* value = sum + sum_rest */
     double m2, min, max, abs_min;
+    double origin, shifted; /* the first chunk's mean; sum of (element - origin) */
 } Row;
 
 /* What the first sweep over a chunk finds; min, max and abs_min mean nothing when it has NaN. */
@@ -87,6 +88,10 @@ typedef struct {
     double sum, squares, abs_sum, min, max, abs_min;
     uint64_t zeros;
 } Sweep;
+
+typedef struct {
+    double m2, rest; /* squared deviations from the mean; sum of deviations from the rounded one */
+} Deviations;
 
 INLINE int is_finite(double x) { return x - x == 0.0; }
 
@@ -107,14 +112,18 @@ INLINE void row_begin(Row *row) {
     row->max = -__builtin_inf();
 }
 
-/* Add `n` elements that have been swept and whose squared deviations from their mean are `m2`. */
-INLINE void row_merge(Row *row, const Sweep *part, uint64_t n, double m2) {
+/* Add `n` swept elements. Means are compared as distances from one origin: of means near 1e9 the
+ * difference itself would have no more than 7 decimals. */
+INLINE void row_merge(Row *row, const Sweep *part, uint64_t n, Deviations deviations) {
+    double a = (double)row->count, b = (double)n, mean = part->sum / b;
+    if (!row->count) row->origin = mean;
+    double offset = (mean - row->origin) + deviations.rest / b;
+    row->m2 += deviations.m2;
     if (row->count) {
-        double a = (double)row->count, b = (double)n;
-        double delta = part->sum / b - compensated(row->sum, row->sum_rest) / a;
-        m2 += delta * delta * (a / (a + b) * b);
+        double delta = offset - row->shifted / a;
+        row->m2 += delta * delta * (a / (a + b) * b);
     }
-    row->m2 += m2;
+    row->shifted += offset * b;
     row->count += n;
     row->zeros += part->zeros;
     add_compensated(&row->sum, &row->sum_rest, part->sum);
@@ -851,12 +860,12 @@ VARIANT_TARGET static void FN(sweep_f64)(const char *data, size_t n, Sweep *foun
 }
 
 /* The mean is rounded: what is left of the sum of the deviations corrects for it. */
-static double FN(corrected)(double squares, double rest, size_t n) {
+static Deviations FN(corrected)(double squares, double rest, size_t n) {
     double m2 = squares - rest * rest / (double)n;
-    return m2 < 0.0 ? 0.0 : m2;
+    return (Deviations){m2 < 0.0 ? 0.0 : m2, rest};
 }
 
-VARIANT_TARGET static double FN(deviations_f32)(const char *data, size_t n, double mean) {
+VARIANT_TARGET static Deviations FN(deviations_f32)(const char *data, size_t n, double mean) {
     Doubles rest_a = {0}, rest_b = {0}, squares_a = {0}, squares_b = {0};
     size_t i = 0;
     for (; i + FLOATS <= n; i += FLOATS) {
@@ -881,7 +890,7 @@ VARIANT_TARGET static double FN(deviations_f32)(const char *data, size_t n, doub
     return FN(corrected)(squares, rest, n);
 }
 
-VARIANT_TARGET static double FN(deviations_f64)(const char *data, size_t n, double mean) {
+VARIANT_TARGET static Deviations FN(deviations_f64)(const char *data, size_t n, double mean) {
     Doubles rest_a = {0}, rest_b = {0}, squares_a = {0}, squares_b = {0};
     size_t i = 0;
     for (; i + 2 * DOUBLES <= n; i += 2 * DOUBLES) {
@@ -935,10 +944,11 @@ DEFINE_COUNTS(f64, int64_t, F64_MAGNITUDE, F64_INFINITY)
         Sweep found;                                                                  \
         FN(sweep_##name)(data, n, &found);                                            \
         double m2 = found.squares - found.sum * found.sum / (double)n;                \
+        Deviations deviations = {m2, 0.0};                                            \
         int nonfinite = !is_finite(found.abs_sum) && FN(nonfinite_##name)(data, n, row); \
         if (!nonfinite && !(m2 >= found.squares * CANCELLATION && is_finite(m2)))     \
-            m2 = FN(deviations_##name)(data, n, found.sum / (double)n);               \
-        row_merge(row, &found, n, m2);                                                \
+            deviations = FN(deviations_##name)(data, n, found.sum / (double)n);       \
+        row_merge(row, &found, n, deviations);                                        \
     }
 
 DEFINE_REDUCE(f32)

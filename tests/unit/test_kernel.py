@@ -391,7 +391,7 @@ def test_large_work_releases_the_gil() -> None:
 def test_address_of() -> None:
     array = np.arange(6.0)
     assert kernel.address_of(array) == array.ctypes.data
-    assert kernel.address_of(memoryview(array)[2:]) == array.ctypes.data + 16
+    assert kernel.address_of(array.data[2:]) == array.ctypes.data + 16
     assert kernel.address_of(b"") == 0
     assert kernel.address_of(np.zeros(3, ml_dtypes.bfloat16)) != 0
     memory = mmap.mmap(-1, mmap.PAGESIZE)
@@ -400,4 +400,4 @@ def test_address_of() -> None:
     with pytest.raises(ValueError, match="contiguous"):
         kernel.address_of(array[::2])
     with pytest.raises(ValueError, match="contiguous"):
-        kernel.address_of(memoryview(array)[::2])
+        kernel.address_of(array.data[::2])

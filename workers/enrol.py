@@ -49,7 +49,15 @@ from smdist.workers.launch import (
 )
 from smdist.workers.rank import Identity
 
-__all__ = ["Enrolment", "enrol", "enrol_async", "newcomer", "saves", "worth_reading"]
+__all__ = [
+    "Enrolment",
+    "check_place",
+    "enrol",
+    "enrol_async",
+    "newcomer",
+    "saves",
+    "worth_reading",
+]
 
 RUN_KEY = "run.json"
 SETTLE_S = 1.0  # longer than a put takes, for stores that ignore conditions
@@ -95,6 +103,30 @@ def enrol(
             now=now,
         )
     )
+
+
+def check_place(
+    store: Store,
+    identity: Identity,
+    *,
+    resume: bool,
+    explicit_attempt: int | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> None:
+    """Raise now what `enrol` would raise of the run that is there; writes nothing.
+
+    While the identity is not settled, only a run of which every session has ended on this machine
+    is held against it: sessions that live may be of its own start.
+    """
+
+    async def check() -> None:
+        me = newcomer(identity, environ)
+        await _read_run(store)
+        sessions = await _read_sessions(store, me.rank)
+        if identity.settled or not any(s.host != me.host or is_running(s.pid, s.started) for s in sessions):
+            _decide(store, me, sessions, resume, _explicit_attempt(explicit_attempt, environ))
+
+    run_in_loop(check())
 
 
 def newcomer(identity: Identity, environ: Mapping[str, str] = os.environ) -> Newcomer:
@@ -252,13 +284,11 @@ async def _claim_run(
     store: Store, run: Run | None, framework: str, now: Callable[[], float], settle_s: float
 ) -> Run:
     if run is None:
-        mine = Run(run_id=uuid.uuid4().hex, created=now(), framework=framework)
-        if not await _put_if_absent(store, RUN_KEY, mine):
-            return await _must_read_run(store)
-        run = mine
+        run = Run(run_id=uuid.uuid4().hex, created=now(), framework=framework)
+        await _put_if_absent(store, RUN_KEY, run)
     elif abs(now() - run.created) > 10 * settle_s:
         return run
-    # A store that honours conditions refuses this: what we hold is what stays. One that ignores
+    # A store that honours conditions refuses this, and what is there now stays. One that ignores
     # them takes it, and then a slower rank may still overwrite the run.
     if not await _put_if_absent(store, RUN_KEY, run):
         return await _must_read_run(store)

@@ -188,6 +188,15 @@ def test_on_one_machine_dead_processes_tell_starts_apart(
     )
 
 
+@given(starts(all_enrol=True, worlds=st.integers(1, 5)))
+def test_an_id_that_is_used_again_does_not_confuse(history: list[tuple[int, list[int]]]) -> None:
+    job, chosen = Job(), []
+    for world, ranks in history:
+        members = [me(r, world_size=world, host=f"h{r}", launch="slurm:7.") for r in ranks]
+        chosen.append(job.start(members))
+    assert_agreed(chosen)
+
+
 # -- single decisions ------------------------------------------------------------------------------
 
 
@@ -241,6 +250,16 @@ def test_ranks_run_one_after_the_other_by_one_parent_are_one_attempt() -> None:
             False,
             False,
             id="another-job",
+        ),
+        pytest.param(
+            me(1, launch="slurm:8.0"),
+            [session(0, launch="parent:a:1:2:3")],
+            False,
+            False,
+            id="a-job-after-a-run-by-hand",
+        ),
+        pytest.param(
+            me(0), [session(0), session(1, 1)], False, False, id="others-resumed-and-this-did-not"
         ),
         pytest.param(
             me(1, launch="slurm:7.0", host="b"),

@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-# The first start fails before it makes a process group: gloo's ports of a start that had one are
-# sometimes still taken for the next one's.
+# The first start fails before it makes a process group: when it had one, gloo in the restarted
+# processes now and then finds its connections refused (seen with torch 2.13).
 SCRIPT = """
 import json, os, sys, time
 from pathlib import Path

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from smdist.identity import worker_name
+from smdist.identity import ModeKeys, worker_name
 from smdist.manifest import Session, segment_key
 from smdist.pipeline.fold import Fold, fold
 from smdist.pipeline.segment import Segment, compose
@@ -16,6 +16,8 @@ from smdist.record import Drop, Inline, Part, Piece, Record, Trouble
 from smdist.workers.spool import Spool
 
 __all__ = ["Arenas", "Batch", "nothing", "prepare", "without"]
+
+_MODES = frozenset(mode.value for mode in ModeKeys)
 
 
 class Arenas:
@@ -76,7 +78,7 @@ def without(piece: Piece, error: Exception) -> Piece:
     record, kind = piece.record, piece.kind
     reason = f"journal record {piece.ordinal} cannot be stored: {error!r}"
     told: Record = Trouble(reason, -1, time.time())
-    if isinstance(record, (Part, Inline)) and kind is not None:
+    if isinstance(record, (Part, Inline)) and kind is not None and record.mode in _MODES:
         names = tuple(spec.name for spec in kind.tensors)
         told = Drop(
             record.mode, record.mode_step, record.step, record.time, names, kind.nbytes, reason

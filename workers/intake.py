@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from smdist.identity import StepRef
 from smdist.manifest import Heartbeat
 from smdist.pipeline.batching import Pending
-from smdist.record import Close, Drop, End, Inline, Part, Record
+from smdist.record import Close, Drop, End, Inline, Part, Piece, Record
+from smdist.workers.batch import without
 from smdist.workers.commit import Ending
 from smdist.workers.journal import JournalReader
 from smdist.workers.spool import SpoolInfo
@@ -20,30 +22,35 @@ class Intake:
         self.pending = Pending()
         self.end: End | None = None
         self._step = -1
-        self._open: Part | Inline | Drop | None = None
-        self._closed: Close | None = None
+        self._open: StepRef | None = None
+        self._closed: StepRef | None = None
 
     def read(self, journal: JournalReader, now: float) -> bool:
         """Take in what is new; True when that was all the journal holds."""
         room = _MOST_RECORDS - len(self.pending)
         if room <= 0:
             return False
-        pieces = journal.read(room)
-        for piece in pieces:
-            self._note(piece.record)
+        pieces = [self._sound(piece) for piece in journal.read(room)]
         self.pending.add(pieces, now)
         return len(pieces) < room
+
+    def _sound(self, piece: Piece) -> Piece:
+        try:
+            self._note(piece.record)
+        except ValueError as error:  # of a mode that does not exist
+            return without(piece, error)
+        return piece
 
     def _note(self, record: Record) -> None:
         if isinstance(record, End):
             self.end = record
         elif isinstance(record, Close):
-            self._closed, self._open = record, None
+            self._closed, self._open = record.ref, None
             self._step = max(self._step, record.step)
         elif isinstance(record, (Part, Inline, Drop)):
+            if record.ref != self._closed:  # else: a late part
+                self._open = record.ref
             self._step = max(self._step, record.step)
-            if self._closed is None or record.ref != self._closed.ref:  # else: a late part
-                self._open = record
 
     def heartbeat(self, now: float, bytes_in_flight: int) -> Heartbeat:
         session = self._info.session
@@ -63,6 +70,6 @@ class Intake:
             return Ending("ended", self.end.reason)
         reason = f"process {self._info.trainer_pid} on {self._info.session.host} died without closing its hook"
         if self._open is not None:
-            mode, mode_step, _ = self._open.ref
+            mode, mode_step, _ = self._open
             return Ending("lost", f"{reason}, within step {mode_step} of {mode.name}")
         return Ending("lost", reason)

@@ -41,7 +41,9 @@ def alive(pid: int, ticks: int = 0) -> bool:
     """
     fields = _stat(pid)
     if fields is not None:
-        return fields[_STATE] not in ("Z", "X") and ticks in (0, int(fields[_START]))
+        if ticks not in (0, int(fields[_START])):
+            return False
+        return fields[_STATE] not in ("Z", "X") or _has_threads(pid)
     if Path("/proc/self/stat").exists():
         return False
     try:
@@ -51,6 +53,13 @@ def alive(pid: int, ticks: int = 0) -> bool:
     except PermissionError:
         pass
     return True
+
+
+def _has_threads(pid: int) -> bool:
+    """Its first thread has ended; others may still be on their way out, with its files and locks."""
+    with contextlib.suppress(OSError):
+        return len(os.listdir(f"/proc/{pid}/task")) > 1
+    return False
 
 
 @contextlib.asynccontextmanager

@@ -40,10 +40,9 @@ from smdist.workers.ledger import Ledger
 from smdist.workers.patience import GaveUp, Patience
 from smdist.workers.processes import alive, watching
 from smdist.workers.spool import Doorbell, Spool
+from smdist.workers.supervisor import LEFT_BEHIND
 
-__all__ = ["LEFT_BEHIND", "Uploader", "main"]
-
-LEFT_BEHIND = 75
+__all__ = ["Uploader", "main"]
 
 _MOST_IN_FLIGHT = 3  # batches, and no more bytes than two full ones
 _BREATH_S = 0.005  # between two looks at the journal, however often the bell rings
@@ -292,8 +291,8 @@ def _work(spool: Spool) -> int:
 
 def _left_behind(spool: Spool, trouble: str) -> str:
     return (
-        f"gave up: {trouble}. What was captured and is not in {spool.info.out_dir} is kept; send it "
-        f"later with: smdist recover {shlex.quote(str(spool.path))}"
+        f"gave up: {trouble}. What is not in {spool.info.out_dir} yet is kept; send it later with: "
+        f"smdist recover {shlex.quote(str(spool.path))}"
     )
 
 

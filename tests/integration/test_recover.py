@@ -1,0 +1,201 @@
+"""`smdist recover`: what both dead processes left is sent, once, and only when it may be."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from smdist.errors import SpoolUnavailable
+from smdist.record import End
+from smdist.workers.patience import GaveUp
+from smdist.workers.processes import alive
+from smdist.workers.recover import TrainerAlive, find_spools, pending_bytes, recover
+from smdist.workers.spool import Spool, SpoolBusy
+from tests.integration.rig import (
+    REPOSITORY,
+    Job,
+    Rank,
+    assert_exactly_once,
+    make_spool,
+    rank_process,
+    read_store,
+    until,
+)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(root=str(tmp_path / "spools"), out_dir=str(tmp_path / "out"))
+
+
+def quiet(message: str) -> None:
+    raise AssertionError(f"nothing to say, but: {message}")
+
+
+def dead_pid() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def leave_behind(job: Job, steps: int = 3, *, ended: bool = False) -> Spool:
+    spool = make_spool(job, pid=dead_pid())
+    rank = Rank(spool, job)
+    for step in range(steps):
+        rank.step(step)
+    if ended:
+        rank.append(End("", 0.0))
+    rank.close()
+    return spool
+
+
+def run_command(*words: str, root: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "from smdist.cli import main; main()", "recover", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(REPOSITORY),
+            "SMDIST_SPOOL_DIR": root,
+            "COLUMNS": "300",
+        },
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_both_killed_then_recovered(job: Job, tmp_path: Path, seed: int) -> None:
+    job = msgspec.structs.replace(job, steps=1_000_000, elements=5_000)
+    with rank_process(job, tmp_path) as rank:
+        until(lambda: rank.uploader_pid(), "the uploader")
+        for _ in range(random.Random(seed).randrange(10, 150)):
+            rank.next("raw")
+        uploader = rank.uploader_pid()
+        # The rank first, stopped in its tracks: its supervisor must not start another uploader.
+        rank.popen.send_signal(signal.SIGSTOP)
+        os.kill(uploader, signal.SIGKILL)
+        rank.popen.kill()
+        rank.rest()
+        rank.popen.wait()
+        until(lambda: not alive(uploader), "the uploader to die")
+        done = recover(rank.spool, quiet)
+    assert done.state == "lost"
+    assert not rank.spool.exists()
+    stored = read_store(tmp_path / "out", job.elements)
+    assert_exactly_once(stored, rank)
+    assert stored.last.state == "lost"
+
+
+def test_what_was_sent_is_said(job: Job, tmp_path: Path) -> None:
+    spool = leave_behind(job)
+    assert pending_bytes(spool) == 3 * 4 * job.elements
+    done = recover(spool.path, quiet)
+    assert (done.worker, done.out_dir, done.state, done.steps) == (
+        "worker_0",
+        job.out_dir,
+        "lost",
+        3,
+    )
+    assert done.nbytes > 3 * 4 * job.elements
+    assert not spool.path.exists()
+
+
+def test_an_orderly_end_that_was_not_sent_is_still_one(job: Job, tmp_path: Path) -> None:
+    assert recover(leave_behind(job, ended=True).path, quiet).state == "ended"
+    assert read_store(tmp_path / "out", job.elements).last.state == "ended"
+
+
+def test_nothing_at_all_becomes_lost(job: Job, tmp_path: Path) -> None:
+    assert recover(leave_behind(job, steps=0).path, quiet).state == "lost"
+    assert read_store(tmp_path / "out", job.elements).last.state == "lost"
+
+
+def test_a_living_trainer_is_left_alone(job: Job) -> None:
+    spool = make_spool(job)
+    with pytest.raises(TrainerAlive, match=str(os.getpid())):
+        recover(spool.path, quiet)
+    assert spool.path.exists()
+
+
+def test_a_later_process_of_the_same_number_is_not_the_trainer(job: Job) -> None:
+    spool = make_spool(job)
+    info = msgspec.structs.replace(spool.info, trainer_start=spool.info.trainer_start - 1)
+    (spool.path / "spool.json").write_bytes(msgspec.json.encode(info))
+    assert recover(spool.path, quiet).state == "lost"
+
+
+def test_a_trainer_elsewhere_is_left_alone_unless_forced(job: Job) -> None:
+    spool = leave_behind(job)
+    session = msgspec.structs.replace(spool.info.session, host="elsewhere")
+    info = msgspec.structs.replace(spool.info, session=session)
+    (spool.path / "spool.json").write_bytes(msgspec.json.encode(info))
+    with pytest.raises(TrainerAlive, match="--force"):
+        recover(spool.path, quiet)
+    assert recover(spool.path, quiet, force=True).steps == 3
+
+
+def test_a_living_uploader_is_left_alone(job: Job) -> None:
+    spool = leave_behind(job)
+    with spool.lock(), pytest.raises(SpoolBusy):
+        recover(spool.path, quiet)
+    assert spool.path.exists()
+
+
+def test_a_store_that_refuses_keeps_the_spool(job: Job, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("in the way")
+    spool = leave_behind(job)
+    said: list[str] = []
+    with pytest.raises(GaveUp):
+        recover(spool.path, said.append, give_up_s=0.1)
+    assert len(said) == 1
+    assert pending_bytes(spool) == 3 * 4 * job.elements
+    (tmp_path / "out").unlink()
+    assert recover(spool.path, quiet).steps == 3
+
+
+def test_no_spool(tmp_path: Path) -> None:
+    with pytest.raises(SpoolUnavailable, match="not a spool"):
+        recover(tmp_path, quiet)
+
+
+def test_found_where_hooks_put_them(job: Job, tmp_path: Path) -> None:
+    spool = leave_behind(job)
+    assert find_spools([tmp_path / "spools", tmp_path / "nowhere"]) == [spool.path]
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def test_command_sends_what_it_finds(job: Job, tmp_path: Path) -> None:
+    spool = leave_behind(job)
+    done = run_command(str(spool.path), root=job.root)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"worker_0 -> {job.out_dir}: 3 steps, " in done.stdout
+    assert "(lost: process" in done.stdout
+    assert not spool.path.exists()
+
+
+def test_command_without_spools_looks_for_them(job: Job, tmp_path: Path) -> None:
+    dead, living = leave_behind(job), make_spool(job)
+    done = run_command(root=job.root)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"left alone: {living.path}" in done.stdout
+    assert not dead.path.exists()
+    assert living.path.exists()
+
+
+def test_command_fails_when_something_stays(job: Job, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("in the way")
+    spool = leave_behind(job)
+    done = run_command("--give-up-s", "0.1", str(spool.path), root=job.root)
+    assert done.returncode == 1
+    assert f"not sent: {spool.path}" in done.stdout
+    assert spool.path.exists()

@@ -1,0 +1,392 @@
+"""The uploader as a process: real deaths, real file systems that refuse."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from safetensors import safe_open
+
+from smdist.manifest import Heartbeat, RankManifest
+from smdist.record import Close, End, Flush, Inline, Part
+from smdist.workers.processes import alive
+from smdist.workers.spool import Spool, UploadOptions
+from smdist.workers.supervisor import LEFT_BEHIND, uploader_command
+from tests.integration.rig import (
+    TRAIN,
+    Job,
+    Rank,
+    assert_exactly_once,
+    make_spool,
+    open_ledger,
+    rank_process,
+    read_store,
+    until,
+)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(root=str(tmp_path / "spools"), out_dir=str(tmp_path / "out"))
+
+
+def start_uploader(spool: Spool, stderr: Path) -> subprocess.Popen[bytes]:
+    with stderr.open("ab") as handle:
+        return subprocess.Popen(uploader_command(spool, sys.executable), stderr=handle)
+
+
+def start_dead_trainer() -> int:
+    """The number of a process that is no more."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def kill_and_wait(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not alive(pid), f"process {pid} to die")
+
+
+def test_an_orderly_end_stores_everything_and_leaves_nothing(job: Job, tmp_path: Path) -> None:
+    with rank_process(job, tmp_path) as rank:
+        rank.rest()
+        assert rank.popen.wait() == 0
+        until(lambda: not rank.spool.exists(), "the spool to be removed")
+        assert rank.stderr() == ""
+    stored = read_store(tmp_path / "out", job.elements)
+    assert_exactly_once(stored, rank)
+    assert sorted(stored.closed) == list(range(job.steps))
+    assert (stored.last.state, stored.last.reason) == ("ended", "")
+    assert (tmp_path / "out/collections/worker_0.json").exists()
+    assert list((tmp_path / "spools").iterdir()) == []
+    assert not (tmp_path / "out/.tmp").exists()
+
+
+def test_segments_open_with_safetensors(job: Job, tmp_path: Path) -> None:
+    with rank_process(job, tmp_path) as rank:
+        rank.rest()
+        until(lambda: not rank.spool.exists(), "the spool to be removed")
+    names: list[str] = []
+    for path in sorted((tmp_path / "out/segments/worker_0").iterdir()):
+        with safe_open(path, "numpy") as segment:
+            names += [name for name in segment.keys() if "/." not in name]  # noqa: SIM118
+    assert sorted(names) == sorted(
+        f"train/{step}/{name}" for step in range(job.steps) for name in ("weight", "scalar/x")
+    )
+
+
+def test_killed_at_random_moments_nothing_is_lost_or_doubled(job: Job, tmp_path: Path) -> None:
+    """The rank goes on all the while, into an arena that is reused as soon as it may be."""
+    seed = random.randrange(1 << 32)
+    chance = random.Random(seed)
+    print(f"seed {seed}")
+    job = msgspec.structs.replace(job, steps=1_000_000, elements=5_000)
+    with rank_process(job, tmp_path) as rank:
+        killed = 0
+        for _ in range(30):
+            before = rank.said[-1]
+            last = killed
+            until(lambda last=last: rank.uploader_pid() not in (0, last), "a new uploader")  # type: ignore[misc]
+            killed = rank.uploader_pid()
+            time.sleep(chance.uniform(0.0, 0.1))  # the moment is what varies, nothing waits for it
+            kill_and_wait(killed)
+            rank.next("closed")
+            assert rank.said[-1] != before
+        # The rank itself at last, so that somebody has to finish.
+        until(lambda: rank.uploader_pid() not in (0, killed), "a new uploader")
+        rank.popen.kill()
+        rank.rest()
+        rank.popen.wait()
+        until(lambda: not rank.spool.exists(), "the last uploader to finish")
+    stored = read_store(tmp_path / "out", job.elements)
+    assert_exactly_once(stored, rank)
+    assert stored.last.state == "lost"
+    assert len(stored.closed) >= 30
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_killed_rank_is_lost_with_all_it_captured(job: Job, tmp_path: Path, seed: int) -> None:
+    job = msgspec.structs.replace(job, steps=1_000_000, elements=5_000)
+    with rank_process(job, tmp_path) as rank:
+        for _ in range(random.Random(seed).randrange(1, 200)):
+            rank.next("raw")
+        rank.popen.kill()
+        rank.rest()
+        rank.popen.wait()
+        until(lambda: not rank.spool.exists(), "the uploader to finish")
+    stored = read_store(tmp_path / "out", job.elements)
+    assert_exactly_once(stored, rank)
+    assert stored.last.state == "lost"
+    assert f"process {rank.popen.pid} on " in stored.last.reason
+
+
+def test_the_step_it_died_in_is_stored_and_open(job: Job, tmp_path: Path) -> None:
+    with rank_process(msgspec.structs.replace(job, ends="wait", steps=3), tmp_path) as rank:
+        rank.next("open")
+        rank.popen.kill()
+        rank.popen.wait()
+        until(lambda: not rank.spool.exists(), "the uploader to finish")
+    stored = read_store(tmp_path / "out", job.elements)
+    assert sorted(stored.raw) == [0, 1, 2, 3]
+    assert sorted(stored.closed) == [0, 1, 2]
+    assert stored.last.reason.endswith("within step 3 of TRAIN")
+
+
+def test_it_outlives_interrupts_and_the_terminal(job: Job, tmp_path: Path) -> None:
+    with rank_process(msgspec.structs.replace(job, ends="wait"), tmp_path) as rank:
+        rank.next("open")
+        until(lambda: rank.uploader_pid(), "the uploader")
+        pid = rank.uploader_pid()
+        assert os.getsid(pid) == pid
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+            os.kill(pid, number)
+        # SIGTERM made it hurry: also the open step, long before its time.
+        until(lambda: job.steps in read_store(tmp_path / "out", job.elements).raw, "the open step")
+        assert rank.uploader_pid() == pid
+        rank.popen.kill()
+        until(lambda: not rank.spool.exists(), "the uploader to finish")
+
+
+def test_heartbeats_come_also_when_nothing_happens(job: Job, tmp_path: Path) -> None:
+    path = tmp_path / "out/heartbeats/worker_0.json"
+
+    def beat() -> Heartbeat:
+        return msgspec.json.decode(path.read_bytes(), type=Heartbeat)
+
+    with rank_process(msgspec.structs.replace(job, ends="wait"), tmp_path) as rank:
+        rank.next("open")
+        until(path.exists, "the first heartbeat")
+        until(lambda: beat().step == job.steps, "the last step to be told")
+        first = beat()
+        until(lambda: beat().time > first.time, "the next heartbeat")
+        assert (first.session, first.interval_s) == ("0123456789abcdef", 0.2)
+
+
+# -- a store that refuses --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "small"
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
+    if os.geteuid() != 0 or subprocess.run(command, check=False).returncode != 0:
+        pytest.skip("needs the right to mount a file system")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def test_a_full_disk_is_waited_for(job: Job, tmp_path: Path, small_disk: Path) -> None:
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(bytes(900 << 10))
+    job = msgspec.structs.replace(job, out_dir=str(small_disk / "out"), steps=6, slots=64)
+    with rank_process(job, tmp_path) as rank:
+        rank.next("ended")
+        with open_ledger(rank.spool) as ledger:
+            assert ledger is not None
+            until(lambda: "No space" in ledger.trouble, "the trouble to be told")
+            assert "fails since" in ledger.trouble
+        assert rank.spool.exists()
+        ballast.unlink()
+        rank.rest()
+        until(lambda: not rank.spool.exists(), "the uploader to finish")
+        said = rank.stderr().splitlines()
+    assert_exactly_once(read_store(small_disk / "out", job.elements), rank)
+    assert len(said) == 2, said
+    assert said[0].startswith("smdist: worker_0: writing ")
+    assert "No space" in said[0]
+    assert "Training goes on" in said[0]
+    assert said[1] == "smdist: worker_0: the store works again"
+
+
+def test_a_directory_that_cannot_be_made_is_waited_for(job: Job, tmp_path: Path) -> None:
+    """A file is where the directory should be: refuses root, too."""
+    (tmp_path / "out").write_text("in the way")
+    with rank_process(job, tmp_path) as rank:
+        with open_ledger(rank.spool) as ledger:
+            assert ledger is not None
+            until(lambda: ledger.trouble, "the trouble to be told")
+        (tmp_path / "out").unlink()
+        rank.rest()
+        until(lambda: not rank.spool.exists(), "the uploader to finish")
+    assert_exactly_once(read_store(tmp_path / "out", job.elements), rank)
+
+
+def test_it_gives_up_after_the_deadline_and_says_what_to_type(job: Job, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("in the way")
+    job = msgspec.structs.replace(
+        job, upload=msgspec.structs.replace(job.upload, drain_deadline_s=0.3)
+    )
+    spool = make_spool(job, pid=start_dead_trainer())
+    rank = Rank(spool, job)
+    rank.step(0)
+    rank.close()
+    process = start_uploader(spool, tmp_path / "stderr")
+    assert process.wait(60) == LEFT_BEHIND
+    assert f"smdist recover {spool.path}" in (tmp_path / "stderr").read_text()
+    assert (spool.path / "journal-000000").exists()
+
+
+# -- what the journal may hold ---------------------------------------------------------------------
+
+
+def test_rotation_removes_journal_files_that_are_stored(job: Job, tmp_path: Path) -> None:
+    job = msgspec.structs.replace(job, journal_bytes=2048, steps=200, elements=50, ends="wait")
+    with rank_process(job, tmp_path) as rank:
+        rank.next("open")
+        until(lambda: not (rank.spool / "journal-000000").exists(), "stored files to be removed")
+        assert len(list(rank.spool.glob("journal-*"))) >= 1
+        rank.popen.kill()
+        rank.rest()
+        until(lambda: not rank.spool.exists(), "the uploader to finish")
+    assert_exactly_once(read_store(tmp_path / "out", job.elements), rank)
+
+
+def test_overflow_on_disk_is_read_and_removed(job: Job, tmp_path: Path) -> None:
+    overflow = tmp_path / "disk"
+    job = msgspec.structs.replace(job, overflow=str(overflow), arena=1)
+    with rank_process(job, tmp_path) as rank:
+        assert (overflow / f"smdist-{os.geteuid()}" / rank.spool.name / "arena-1").exists()
+        rank.rest()
+        until(lambda: not rank.spool.exists(), "the uploader to finish")
+    assert_exactly_once(read_store(tmp_path / "out", job.elements), rank)
+    assert list(overflow.iterdir()) == []
+
+
+def test_a_torn_tail_is_no_record(job: Job, tmp_path: Path) -> None:
+    spool = make_spool(job, pid=start_dead_trainer())
+    rank = Rank(spool, job)
+    rank.step(0)
+    rank.raw(1)
+    rank.close()
+    path = spool.path / "journal-000000"
+    data = bytearray(path.read_bytes())
+    end = len(data.rstrip(b"\0"))
+    data[end - 2] ^= 0xFF
+    path.write_bytes(data)
+    assert start_uploader(spool, tmp_path / "stderr").wait(60) == 0
+    stored = read_store(tmp_path / "out", job.elements)
+    assert (sorted(stored.raw), sorted(stored.closed)) == ([0], [0])
+    assert (stored.last.state, stored.last.upto) == ("lost", 5)
+
+
+def test_records_that_make_no_sense_are_left_out_and_told(job: Job, tmp_path: Path) -> None:
+    spool = make_spool(job, pid=start_dead_trainer())
+    rank = Rank(spool, job)
+    rank.step(0)
+    beyond = rank.slot_bytes * job.slots
+    rank.append(Part(TRAIN, 1, 1, 0.0, 0, 0, beyond))  # behind the arena's end
+    rank.append(Part(TRAIN, 1, 1, 0.0, 0, 7, 0))  # no such arena
+    rank.journal.append(Part(TRAIN, 1, 1, 0.0, 99, 0, 0))  # never declared
+    rank.append(Inline(99, 1, 1, 0.0, 1, b""))  # no such mode
+    rank.scalar(1)
+    rank.append(Close(TRAIN, 1, 1, 0.0))
+    rank.append(End("", 0.0))
+    rank.close()
+    assert start_uploader(spool, tmp_path / "stderr").wait(60) == 0
+    stored = read_store(tmp_path / "out", job.elements)
+    assert (sorted(stored.raw), sorted(stored.scalars)) == ([0], [0, 1])
+    assert sorted(stored.closed) == [0, 1]
+    assert stored.last.state == "ended"
+    told = [text for manifest in stored.manifests for text in manifest.troubles]
+    assert [text for text in told if "undeclared" in text]
+    dropped = [drop for manifest in stored.manifests for drop in manifest.dropped]
+    assert [drop.names for drop in dropped][:2] == [("weight",), ("weight",)]
+
+
+def test_flush_brings_the_open_step_at_once(job: Job, tmp_path: Path) -> None:
+    """With two slots the rank cannot go on before its own open step is stored."""
+    job = msgspec.structs.replace(
+        job, slots=1, steps=5, upload=msgspec.structs.replace(job.upload, linger_s=30.0)
+    )
+    with rank_process(job, tmp_path) as rank:
+        rank.rest()
+        until(lambda: not rank.spool.exists(), "the uploader to finish")
+    assert_exactly_once(read_store(tmp_path / "out", job.elements), rank)
+
+
+# -- two of them, and how big they are -------------------------------------------------------------
+
+
+def test_a_second_uploader_does_not_touch_the_spool(job: Job, tmp_path: Path) -> None:
+    spool = make_spool(job)
+    rank = Rank(spool, job)
+    first = start_uploader(spool, tmp_path / "first")
+    until(lambda: rank.ledger.uploader_pid == first.pid, "the first uploader")
+    second = start_uploader(spool, tmp_path / "second")
+    assert second.wait(60) == 1
+    assert "another uploader" in (tmp_path / "second").read_text()
+    rank.step(0)
+    rank.append(End("", 0.0))
+    rank.doorbell.ring()
+    assert first.wait(60) == 0
+    rank.close()
+
+
+def test_a_final_manifest_is_never_followed_by_another(job: Job, tmp_path: Path) -> None:
+    """As if it was killed between its last manifest and the removal of the spool."""
+    spool = make_spool(job, pid=start_dead_trainer())
+    rank = Rank(spool, job)
+    rank.step(0)
+    rank.append(End("bye", 0.0))
+    rank.close()
+    saved = {path.name: path.read_bytes() for path in spool.path.iterdir() if path.is_file()}
+    assert start_uploader(spool, tmp_path / "stderr").wait(60) == 0
+    spool = make_spool(job, pid=spool.info.trainer_pid)
+    for name, data in saved.items():
+        (spool.path / name).write_bytes(data)
+    assert start_uploader(spool, tmp_path / "stderr").wait(60) == 0
+    stored = read_store(tmp_path / "out", job.elements)
+    assert [(m.state, m.reason) for m in stored.manifests] == [("ended", "bye")]
+    assert not spool.path.exists()
+
+
+def test_another_process_under_the_same_keys_is_not_overwritten(job: Job, tmp_path: Path) -> None:
+    for session, code in (("a" * 16, 0), ("b" * 16, 1)):
+        spool = make_spool(job, pid=start_dead_trainer(), session=session)
+        rank = Rank(spool, job)
+        rank.step(0)
+        rank.append(End("", 0.0))
+        rank.close()
+        assert start_uploader(spool, tmp_path / "stderr").wait(60) == code
+    assert "from another process" in (tmp_path / "stderr").read_text()
+    manifests = (tmp_path / "out/manifests/worker_0").iterdir()
+    owners = [msgspec.json.decode(path.read_bytes(), type=RankManifest) for path in manifests]
+    assert [owner.session for owner in owners] == ["a" * 16]
+    assert spool.path.exists()
+
+
+def test_it_stays_small(job: Job, tmp_path: Path) -> None:
+    """64 MiB go through it; it never holds them."""
+    upload = UploadOptions(linger_s=0.05, segment_bytes=16 << 20, nice=0)
+    job = msgspec.structs.replace(
+        job, steps=16, elements=1 << 20, slots=16, upload=upload, ends="wait"
+    )
+    with rank_process(job, tmp_path) as rank:
+        rank.next("open")
+        with open_ledger(rank.spool) as ledger:
+            assert ledger is not None
+            until(lambda: ledger.steps_stored == job.steps, "all steps to be stored")
+        status = Path(f"/proc/{rank.uploader_pid()}/status").read_text().splitlines()
+        fields = dict(line.split(":", 1) for line in status)
+        assert int(fields["VmRSS"].split()[0]) < 90 << 10
+        assert int(fields["RssAnon"].split()[0]) < 60 << 10
+        rank.popen.kill()
+        until(lambda: not rank.spool.exists(), "the uploader to finish")
+
+
+def test_flush_record_alone_is_no_manifest(job: Job, tmp_path: Path) -> None:
+    spool = make_spool(job, pid=start_dead_trainer())
+    rank = Rank(spool, job)
+    rank.append(Flush())
+    rank.close()
+    assert start_uploader(spool, tmp_path / "stderr").wait(60) == 0
+    assert len(read_store(tmp_path / "out", job.elements).manifests) == 1

@@ -1,0 +1,291 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smdist.errors import SpoolUnavailable
+from smdist.manifest import Run, Session
+from smdist.record import Close, Declare, End, Flush, Inline, Part, Record, TensorSpec, Trouble
+from smdist.workers import journal as journal_module
+from smdist.workers.journal import JournalFileFull, JournalReader, JournalWriter
+from smdist.workers.spool import Spool, SpoolInfo, UploadOptions, private_root
+
+KIND = Declare(0, (), (TensorSpec("x", "U8", (3,), 3, 0, -1, ()),), 3)
+
+
+def make_spool(root: Path, overflow: str = "") -> Spool:
+    session = Session("s" * 16, 0, 1, 0, "all", 0.0, "host", os.getpid(), "")
+    info = SpoolInfo(Run("r", 0.0, "none"), session, "out", UploadOptions(), 1, 0, overflow)
+    return Spool.create(info, root)
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> Spool:
+    return make_spool(tmp_path)
+
+
+def inline(step: int, kind: int = 0) -> Inline:
+    return Inline(1, step, step, 0.0, kind, b"abc")
+
+
+def close(step: int) -> Close:
+    return Close(1, step, step, 0.0)
+
+
+def append(writer: JournalWriter, record: Record) -> int:
+    """As `Capture` does, for records without declaration."""
+    try:
+        return writer.append(record)
+    except JournalFileFull:
+        writer.make_room((record,))
+        return writer.append(record)
+
+
+def tail_of(path: Path) -> int:
+    return len(path.read_bytes().rstrip(b"\0"))
+
+
+def test_what_is_written_is_read_once_and_in_order(spool: Spool) -> None:
+    writer, reader = JournalWriter(spool), JournalReader(spool)
+    assert reader.read() == []
+    assert [writer.append(record) for record in (KIND, inline(0), close(0))] == [0, 1, 2]
+    pieces = reader.read()
+    assert [(p.ordinal, p.record, p.kind) for p in pieces] == [
+        (0, KIND, None),
+        (1, inline(0), KIND),
+        (2, close(0), None),
+    ]
+    assert reader.read() == []
+    writer.append(Flush())
+    assert [piece.ordinal for piece in reader.read()] == [3]
+    writer.close()
+    reader.close()
+
+
+def test_reading_starts_in_the_middle_and_still_knows_declarations(spool: Spool) -> None:
+    writer = JournalWriter(spool)
+    for record in (KIND, inline(0), inline(1)):
+        writer.append(record)
+    reader = JournalReader(spool, start=2)
+    assert [(p.ordinal, p.kind) for p in reader.read()] == [(2, KIND)]
+    writer.close()
+    reader.close()
+
+
+def test_reading_a_few_at_a_time(spool: Spool) -> None:
+    writer, reader = JournalWriter(spool, file_bytes=256), JournalReader(spool)
+    for step in range(50):
+        append(writer, close(step))
+    seen = []
+    while pieces := reader.read(7):
+        assert len(pieces) <= 7
+        seen += [piece.ordinal for piece in pieces]
+    assert seen == list(range(50))
+    writer.close()
+    reader.close()
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_start_after_any_rotation(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    spool = make_spool(tmp_path_factory.mktemp("spool"))
+    writer = JournalWriter(spool, file_bytes=data.draw(st.integers(64, 400)))
+    count = data.draw(st.integers(1, 60))
+    records = [Trouble("x" * data.draw(st.integers(0, 300)), step, 0.0) for step in range(count)]
+    for record in records:
+        append(writer, record)
+    start = data.draw(st.integers(0, count))
+    reader = JournalReader(spool, start)
+    assert [(p.ordinal, p.record) for p in reader.read()] == list(enumerate(records))[start:]
+    reader.drop_before(count)
+    assert [path.name for path in spool.path.glob("journal-*")] == [
+        f"journal-{writer.generation:06d}"
+    ]
+    writer.close()
+    reader.close()
+    spool.remove()
+
+
+def test_a_full_file_says_so_and_declarations_are_void_in_the_next(spool: Spool) -> None:
+    writer, reader = JournalWriter(spool, file_bytes=160), JournalReader(spool)
+    writer.append(KIND)
+    with pytest.raises(JournalFileFull):
+        for step in range(100):
+            writer.append(inline(step))
+    before = writer.next_ordinal
+    writer.make_room((KIND, inline(7)))
+    assert writer.generation == 1
+    assert [writer.append(KIND), writer.append(inline(7))] == [before, before + 1]
+    assert reader.read()[-1].kind == KIND
+    writer.close()
+    reader.close()
+
+
+def test_make_room_holds_records_bigger_than_a_file(spool: Spool) -> None:
+    writer, reader = JournalWriter(spool, file_bytes=128), JournalReader(spool)
+    big = Trouble("y" * 10_000, 0, 0.0)
+    append(writer, big)
+    append(writer, close(1))
+    assert [piece.record for piece in reader.read()] == [big, close(1)]
+    writer.close()
+    reader.close()
+
+
+@pytest.mark.parametrize("damage", [1, 5, 9, 12])
+def test_a_torn_record_is_not_there_until_it_is_whole(spool: Spool, damage: int) -> None:
+    writer, reader = JournalWriter(spool), JournalReader(spool)
+    writer.append(close(0))
+    path = spool.path / "journal-000000"
+    before = tail_of(path)
+    writer.append(close(1))
+    whole = path.read_bytes()
+    torn = bytearray(whole)
+    begin = before + (-before % 8)
+    torn[begin + damage : tail_of(path)] = bytes(tail_of(path) - begin - damage)
+    with path.open("rb+") as handle:
+        handle.write(torn)
+    assert [piece.ordinal for piece in reader.read()] == [0]
+    with path.open("rb+") as handle:
+        handle.write(whole)
+    assert [piece.ordinal for piece in reader.read()] == [1]
+    writer.close()
+    reader.close()
+
+
+def test_a_length_beyond_the_file_is_no_record(spool: Spool) -> None:
+    writer, reader = JournalWriter(spool, file_bytes=256), JournalReader(spool)
+    with (spool.path / "journal-000000").open("rb+") as handle:
+        handle.seek(16)
+        handle.write(b"\xfe\xff\xff\x7f\x01\x02\x03\x04")
+    assert reader.read() == []
+    writer.close()
+    reader.close()
+
+
+def test_records_that_cannot_be_understood_keep_their_place(
+    spool: Spool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, reader = JournalWriter(spool), JournalReader(spool)
+    writer.append(inline(0, kind=5))
+    encode = writer._encode
+    monkeypatch.setattr(
+        writer, "_encode", lambda _record: msgspec.msgpack.encode({"a": "stranger"})
+    )
+    writer.append(Flush())
+    monkeypatch.setattr(writer, "_encode", encode)
+    writer.append(close(0))
+    pieces = reader.read()
+    assert [piece.ordinal for piece in pieces] == [0, 1, 2]
+    told = [piece.record.message for piece in pieces if isinstance(piece.record, Trouble)]
+    assert "record 0 names an undeclared kind" in told[0]
+    assert "record 1 is none" in told[1]
+    assert pieces[2].record == close(0)
+    writer.close()
+    reader.close()
+
+
+def test_files_are_dropped_only_when_all_their_records_are_stored(spool: Spool) -> None:
+    writer, reader = JournalWriter(spool, file_bytes=200), JournalReader(spool)
+    firsts = {0: 0}
+    for step in range(40):
+        ordinal = append(writer, close(step))
+        firsts.setdefault(writer.generation, ordinal)
+    reader.read()
+    reader.drop_before(firsts[2] - 1)
+    assert sorted(path.name for path in spool.path.glob("journal-*"))[0] == "journal-000001"
+    reader.drop_before(firsts[2])
+    assert sorted(path.name for path in spool.path.glob("journal-*"))[0] == "journal-000002"
+    later = JournalReader(spool, firsts[2])
+    assert later.read()[0].ordinal == firsts[2]
+    for open_one in (writer, reader, later):
+        open_one.close()
+
+
+def test_what_is_left_is_read_when_earlier_files_are_lost(spool: Spool) -> None:
+    writer = JournalWriter(spool, file_bytes=200)
+    for step in range(20):
+        append(writer, close(step))
+    (spool.path / "journal-000000").unlink()
+    reader = JournalReader(spool)
+    ordinals = [piece.ordinal for piece in reader.read()]
+    assert ordinals == list(range(ordinals[0], 20))
+    writer.close()
+    reader.close()
+
+
+def test_a_next_file_that_is_not_there_is_waited_for(spool: Spool) -> None:
+    writer, reader = JournalWriter(spool, file_bytes=200), JournalReader(spool)
+    writer.append(close(0))
+    writer.make_room((close(1),))
+    writer.append(close(1))
+    path = spool.path / "journal-000001"
+    path.rename(spool.path / "aside")
+    assert [piece.ordinal for piece in reader.read()] == [0]
+    (spool.path / "aside").rename(path)
+    assert [piece.ordinal for piece in reader.read()] == [1]
+    writer.close()
+    reader.close()
+
+
+def test_a_file_without_header_is_none_yet(spool: Spool) -> None:
+    (spool.path / "journal-000000").write_bytes(bytes(4096))
+    assert JournalReader(spool).read() == []
+    (spool.path / "journal-000000").write_bytes(b"smd")
+    assert JournalReader(spool).read() == []
+
+
+def test_without_room_in_memory_the_file_goes_to_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overflow = private_root(tmp_path / "disk") / "name"
+    spool = make_spool(tmp_path / "memory", str(overflow))
+    real = os.posix_fallocate
+    refusals = [OSError(28, "No space left on device")]
+
+    def fallocate(descriptor: int, offset: int, size: int) -> None:
+        if refusals:
+            raise refusals.pop()
+        real(descriptor, offset, size)
+
+    monkeypatch.setattr(journal_module.os, "posix_fallocate", fallocate)
+    writer, reader = JournalWriter(spool), JournalReader(spool)
+    assert (overflow / "journal-000000").exists()
+    assert not (spool.path / "journal-000000").exists()
+    writer.append(End("", 0.0))
+    assert [piece.record for piece in reader.read()] == [End("", 0.0)]
+    writer.close()
+    reader.close()
+
+
+def test_without_room_anywhere_it_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spool = make_spool(tmp_path, str(private_root(tmp_path / "disk") / "name"))
+
+    def fallocate(*_arguments: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(journal_module.os, "posix_fallocate", fallocate)
+    with pytest.raises(SpoolUnavailable, match="SMDIST_SPOOL_DIR"):
+        JournalWriter(spool)
+    assert list(spool.path.glob("journal-*")) == []
+
+
+def test_a_part_read_back_has_its_declaration(spool: Spool) -> None:
+    writer, reader = JournalWriter(spool), JournalReader(spool)
+    writer.append(KIND)
+    part = Part(1, 2, 3, 4.0, 0, 1, 64)
+    writer.append(part)
+    piece = reader.read()[1]
+    assert (piece.record, piece.kind) == (part, KIND)
+    assert isinstance(piece.record, Part)
+    assert piece.record.ref.step == 3
+    writer.close()
+    reader.close()

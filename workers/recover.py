@@ -1,0 +1,118 @@
+"""Send what dead processes left behind: the uploader's work, done by hand.
+
+A spool outlives its job when the store stayed closed until the uploader gave up, or when uploader
+and training process were killed together. `find_spools` looks where hooks put them; `recover` sends
+one and removes it. It works on no spool that somebody else still works on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from smdist.errors import SpoolUnavailable
+from smdist.identity import worker_name
+from smdist.manifest import RankState
+from smdist.record import Part
+from smdist.workers.batch import Batch
+from smdist.workers.journal import JournalReader
+from smdist.workers.ledger import Ledger
+from smdist.workers.processes import alive
+from smdist.workers.spool import Spool, private_root
+from smdist.workers.uploader import Uploader
+
+__all__ = ["Recovered", "TrainerAlive", "default_roots", "find_spools", "pending_bytes", "recover"]
+
+
+class TrainerAlive(SpoolUnavailable):
+    """The process that fills this spool still runs, or may do so."""
+
+
+class Recovered(NamedTuple):
+    """What `recover` did: what it sent, and how the rank ended."""
+
+    worker: str
+    out_dir: str
+    state: RankState
+    reason: str
+    steps: int
+    nbytes: int
+
+
+def default_roots(environ: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
+    """Every place a hook may choose for its spool."""
+    names = (environ.get("SMDIST_SPOOL_DIR"), "/dev/shm", environ.get("TMPDIR"), "/var/tmp", "/tmp")
+    return tuple(dict.fromkeys(Path(name).expanduser() for name in names if name))
+
+
+def find_spools(roots: Iterable[Path]) -> list[Path]:
+    """Spools of this user, in use or not."""
+    return sorted(path.parent for root in roots for path in private_root(root).glob("*/spool.json"))
+
+
+def pending_bytes(spool: Spool) -> int:
+    """How many captured bytes are not in the store, by what the ledger says."""
+    ledger = Ledger(spool.path / "ledger")
+    journal = JournalReader(spool, ledger.acked)
+    nbytes = 0
+    try:
+        while pieces := journal.read(10_000):
+            kinds = [piece.kind for piece in pieces if isinstance(piece.record, Part)]
+            nbytes += sum(kind.nbytes for kind in kinds if kind is not None)
+    finally:
+        journal.close()
+        ledger.close()
+    return nbytes
+
+
+def recover(
+    path: Path,
+    say: Callable[[str], None],
+    progress: Callable[[Spool, Batch], None] = lambda _spool, _batch: None,
+    *,
+    give_up_s: float = 60.0,
+    force: bool = False,
+) -> Recovered:
+    """Send everything in the spool at `path`, say how its rank ended, and remove it.
+
+    `force`: the training process is surely gone, though it ran where this cannot be seen. Raises
+    SpoolBusy or TrainerAlive when it must not be touched, GaveUp when the store refuses, SpoolUnavailable
+    when it is no spool.
+    """
+    spool = Spool.open(path)
+    if not force:
+        _check_trainer(spool)
+    options = msgspec.structs.replace(spool.info.upload, drain_deadline_s=give_up_s)
+    spool.info = msgspec.structs.replace(spool.info, upload=options)
+    steps = nbytes = 0
+
+    def note(batch: Batch) -> None:
+        nonlocal steps, nbytes
+        steps += sum(entry.closed for entry in batch.segment.entries)
+        nbytes += batch.segment.nbytes
+        progress(spool, batch)
+
+    with spool.lock():
+        ending = asyncio.run(Uploader(spool, say, note).run(trainer_gone=True))
+        spool.remove()
+    worker, out_dir = worker_name(spool.info.session.rank), spool.info.out_dir
+    return Recovered(worker, out_dir, ending.state, ending.reason, steps, nbytes)
+
+
+def _check_trainer(spool: Spool) -> None:
+    info = spool.info
+    here, host = os.uname().nodename, info.session.host
+    if host not in ("", here):
+        raise TrainerAlive(
+            f"{spool.path} was filled by process {info.trainer_pid} on {host}, and this is {here}: "
+            "run `smdist recover` there, or pass --force if that process is surely gone"
+        )
+    if alive(info.trainer_pid, info.trainer_start):
+        raise TrainerAlive(
+            f"{spool.path} is still being filled by process {info.trainer_pid}; its own uploader sends it"
+        )

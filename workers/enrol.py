@@ -123,10 +123,11 @@ def check_place(
         me = newcomer(identity, environ)
         await _read_run(store)
         sessions = await _read_sessions(store, me.rank)
-        if identity.settled or not any(s.host != me.host or is_running(s.pid, s.started) for s in sessions):
+        living = (s for s in sessions if s.host != me.host or is_running(s.pid, s.started))
+        if identity.settled or next(living, None) is None:
             _decide(store, me, sessions, resume, _explicit_attempt(explicit_attempt, environ))
 
-    run_in_loop(check())
+    sync.run(check())
 
 
 def newcomer(identity: Identity, environ: Mapping[str, str] = os.environ) -> Newcomer:

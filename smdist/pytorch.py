@@ -1,0 +1,55 @@
+"""`import smdist.pytorch as smd`: all that a PyTorch training script needs."""
+
+from __future__ import annotations
+
+from os import PathLike
+
+from smdist.collection import CollectionKeys
+from smdist.config.hook import config_file
+from smdist.identity import modes
+from smdist.reduction import ReductionConfig
+from smdist.schedule import SaveConfig, SaveConfigMode
+from smdist.trials import create_trial
+from smdist.workers.torch_collection import Collection
+from smdist.workers.torch_hook import Hook
+
+__all__ = [
+    "Collection",
+    "CollectionKeys",
+    "Hook",
+    "ReductionConfig",
+    "SaveConfig",
+    "SaveConfigMode",
+    "create_trial",
+    "del_hook",
+    "get_hook",
+    "modes",
+    "set_hook",
+]
+
+_current: Hook | None = None
+
+
+def get_hook(
+    json_config_path: str | PathLike[str] | None = None, create_if_not_exists: bool = False
+) -> Hook | None:
+    """The hook that `set_hook` was given, or (`create_if_not_exists`) one from the configuration
+    file; None where there is neither."""
+    global _current
+    if _current is None and create_if_not_exists:
+        import os
+
+        if json_config_path is not None or config_file(None, os.environ)[0].exists():
+            _current = Hook.create_from_json_file(json_config_path)
+    return _current
+
+
+def set_hook(hook: Hook) -> None:
+    global _current
+    _current = hook
+
+
+def del_hook() -> None:
+    """Forget the hook; it is not closed by that."""
+    global _current
+    _current = None

@@ -1,0 +1,289 @@
+"""What hooks of all frameworks have in common: the public face, and the course of a step.
+
+A hook decides nothing and writes nothing. When a step begins the framework's part calls `_attend`,
+unless the clock says that nobody needs to know; the planner says what is due; the recorder feeds
+the capture.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any, Generic, TypeVar
+
+import msgspec
+from typing_extensions import Self
+
+from smdist.collection import Collection, CollectionKeys
+from smdist.config import HookConfig
+from smdist.errors import ConfigurationError, DrainTimeout
+from smdist.identity import ModeKeys, worker_name
+from smdist.manifest import CollectionInfo, Collections, collections_key
+from smdist.planning import NEVER, Planner
+from smdist.workers import lifecycle
+from smdist.workers.capture import Usage
+from smdist.workers.mishaps import Mishaps
+from smdist.workers.outlet import Outlet, Sink, Whereabouts
+from smdist.workers.recorder import Recorder
+from smdist.workers.script_values import Reading, ScriptValues
+from smdist.workers.steps import AT_ONCE, StepClock
+
+__all__ = ["CLOSE_TIMEOUT_S", "BaseHook"]
+
+T = TypeVar("T")
+H = TypeVar("H", bound="BaseHook[Any]")
+
+CLOSE_TIMEOUT_S = 600.0
+
+
+class BaseHook(Generic[T]):
+    """See the framework's own class for construction and registering."""
+
+    def _set_up(
+        self,
+        config: HookConfig,
+        reading: Reading[T],
+        collection_type: type[Collection],
+        where: Whereabouts,
+        close_timeout_s: float,
+    ) -> None:
+        self._config, self._close_timeout_s = config, close_timeout_s
+        self._log = logging.getLogger("smdist")
+        self._active = lifecycle.enabled()
+        self._described = False
+        self._manager = config.build_manager(collection_type)
+        self._planner = Planner(config, self._manager)
+        self._clock = StepClock()
+        self._mishaps = Mishaps(config.on_error, self._log)
+        self._outlet: Outlet[T] = Outlet(config, where, reading.host, self._log)
+        self._recorder: Recorder[T] = Recorder(reading.describe)
+        self._values = ScriptValues(reading, self._clock, self._planner, self._recorder, self._sink)
+        if not self._active:
+            return
+        self._outlet.check()
+        if config.export_tensorboard:
+            self._log.warning("export_tensorboard is not available yet; everything else is saved")
+        self._planner.subscribe(self._changed)
+        lifecycle.enter(self)
+
+    # -- what a framework adds ----------------------------------------------------------------
+
+    def _begin_step(self) -> None:
+        """The recorder has begun a step: capture and arm what its plan wants."""
+
+    def _rest(self, next_due: int) -> None:
+        """A step began on which nothing is due."""
+
+    def _forget(self) -> None:
+        """The configuration changed."""
+
+    def _uninstall(self) -> None:
+        """Leave everything as it was before registering."""
+
+    # -- collections --------------------------------------------------------------------------
+
+    def get_collection(self, name: str, create: bool = True) -> Collection:
+        """The collection of that name, created if it is missing; changes hold from the next step."""
+        return self._manager.get(name, create)
+
+    def get_collections(self) -> dict[str, Collection]:
+        return self._manager.get_collections()
+
+    def add_collection(self, collection: Collection | str) -> None:
+        self._manager.add(collection)
+
+    # -- steps --------------------------------------------------------------------------------
+
+    def set_mode(self, mode: ModeKeys) -> None:
+        """Steps that begin from now on are of this mode."""
+        if not isinstance(mode, ModeKeys):
+            raise ConfigurationError(f"mode={mode!r} is not one of smdist.modes")
+        if mode is not self._clock.mode:
+            self._clock.set_mode(mode)
+            self._settle_due()
+
+    def step(self) -> None:
+        """Everything since the last call was one step; forwards no longer count by themselves."""
+        clock = self._clock
+        clock.step_on = "manual"
+        if not clock.in_step and (clock.step >= 0 or self._values.any_held) and clock.begin():
+            self._attend()
+        clock.end()
+        if self._recorder.recording:
+            self._recorder.close()
+        self._settle_due()
+
+    def _attend(self) -> None:
+        """A step began, and the clock was told to say so."""
+        if not self._active:
+            return
+        clock, planner = self._clock, self._planner
+        try:
+            self._recorder.finish()
+            self._values.release()
+            due = planner.next_due(clock.mode, clock.mode_step)
+            if due == clock.mode_step:
+                clock.due = AT_ONCE  # the next step has to close this one
+                sink = self._sink()
+                if sink is not None:
+                    plan = planner.at(clock.mode, clock.mode_step)
+                    self._recorder.begin(sink, clock.ref, plan)
+                    self._begin_step()
+            else:
+                clock.due = due
+                self._rest(due)
+        except Exception as error:  # noqa: BLE001 (the policy decides)
+            clock.due = AT_ONCE
+            self._mishaps.handle(error, f"step {clock.step}")
+        finally:
+            if not self._outlet.probe():
+                self._retire()
+
+    def _sink(self) -> Sink[T] | None:
+        """Where to save; None on a rank that does not."""
+        started = self._outlet.is_open
+        sink = self._outlet.open()
+        if sink is None or self._described:
+            return sink
+        if not started:
+            self._mishaps.note_with(sink.trouble)
+        self._described = True
+        infos = tuple(CollectionInfo(**facts) for facts in self._planner.description())
+        described = Collections(self.worker, infos)
+        sink.describe(collections_key(self.worker), msgspec.json.encode(described))
+        return sink
+
+    def _changed(self) -> None:
+        self._described = False
+        self._recorder.forget()
+        self._forget()
+        self._settle_due()
+
+    def _settle_due(self) -> None:
+        self._clock.due = AT_ONCE if self._active else NEVER
+
+    # -- values of the script's own -----------------------------------------------------------
+
+    def save_scalar(
+        self, name: str, value: Any, sm_metric: bool = False, timestamp: float | None = None
+    ) -> None:
+        """Store a number as `scalar/<name>` at the current step, whatever the interval."""
+        collections = (CollectionKeys.SM_METRICS,) if sm_metric else ()
+        self._save(f"scalar/{name}", value, collections, scalar=True)
+
+    def save_tensor(
+        self,
+        tensor_name: str,
+        tensor_value: Any,
+        collections_to_write: str | Iterable[str] = CollectionKeys.DEFAULT,
+    ) -> None:
+        """Store a tensor or array at the current step, as a member of every collection given."""
+        given = collections_to_write
+        self._save(tensor_name, tensor_value, (given,) if isinstance(given, str) else given)
+
+    def _save(
+        self, name: str, value: object, collections: Iterable[str], *, scalar: bool = False
+    ) -> None:
+        if not self._active or not self._outlet.probe():
+            return
+        clock = self._clock
+        try:
+            if clock.step_on == "manual" and not clock.in_step and clock.begin():
+                self._attend()
+            self._values.save(name, value, collections, scalar)
+        except Exception as error:  # noqa: BLE001 (the policy decides)
+            self._mishaps.handle(error, f"saving {name}")
+
+    # -- questions ----------------------------------------------------------------------------
+
+    @property
+    def out_dir(self) -> str:
+        return self._config.out_dir
+
+    @property
+    def worker(self) -> str:
+        """Which worker this process is; may change until something is saved."""
+        return worker_name(self._outlet.identity.rank)
+
+    @property
+    def mode(self) -> ModeKeys:
+        return self._clock.mode
+
+    @property
+    def mode_steps(self) -> dict[ModeKeys, int]:
+        """The last step that began, by mode; -1 where none did."""
+        return self._clock.mode_steps
+
+    @property
+    def global_step(self) -> int:
+        return self._clock.step
+
+    @property
+    def errors(self) -> int:
+        """How many errors of smdist's own this job was not bothered with."""
+        return self._mishaps.count
+
+    def usage(self) -> Usage | None:
+        """Bytes and steps captured, stored and dropped; None while nothing was saved."""
+        capture = self._outlet.capture
+        return None if capture is None else capture.usage()
+
+    # -- across processes ---------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step counters, to be kept in a checkpoint."""
+        return self._clock.state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting where `state_dict()` was taken."""
+        self._clock.restore(state)
+        self._settle_due()
+
+    def close(self, timeout: float | None = None) -> None:
+        """Wait until everything is stored (`timeout` seconds at most) and let go of the model."""
+        self._end("", timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        self._end("" if error is None else f"{type(error).__name__}: {error}")
+
+    def at_exit(self, reason: str) -> None:
+        try:
+            self._end(reason)
+        except Exception as error:  # noqa: BLE001 (nobody is left to hear it)
+            self._log.warning("closing the hook at exit: %r", error)
+
+    def after_fork(self) -> None:
+        """In a child of this process: everything here is the parent's."""
+        self._active = False
+        self._clock.due = NEVER
+        self._recorder.abandon()
+        self._outlet.abandon()
+        self._uninstall()
+
+    def _end(self, reason: str, timeout: float | None = None) -> None:
+        if not self._active:
+            return
+        left = ""
+        try:
+            self._values.release_all()
+        except Exception as error:  # noqa: BLE001 (the policy decides)
+            self._mishaps.handle(error, "closing")
+        finally:
+            self._retire()
+            left = self._outlet.close(reason, self._close_timeout_s if timeout is None else timeout)
+        if left:
+            try:
+                raise DrainTimeout(left)
+            except DrainTimeout as error:
+                self._mishaps.handle(error, "closing")
+
+    def _retire(self) -> None:
+        """Nothing will be saved any more: cost nothing from here on."""
+        self._active = False
+        self._clock.due = NEVER
+        self._values.clear()
+        self._uninstall()
+        lifecycle.leave(self)

@@ -1,0 +1,62 @@
+"""Hooks that live in this process: closed when it ends, silent in its forks."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from typing import Protocol
+
+__all__ = ["enabled", "enter", "leave"]
+
+_OFF = ("0", "false", "off", "no")
+
+
+class Living(Protocol):
+    def at_exit(self, reason: str) -> None: ...
+    def after_fork(self) -> None: ...
+
+
+_living: list[Living] = []
+_watching = False
+
+
+def enabled() -> bool:
+    """Not switched off by `USE_SMDIST=0`, or `USE_SMDEBUG=0` as in scripts of before."""
+    names = ("USE_SMDIST", "USE_SMDEBUG")
+    return all(os.environ.get(name, "").strip().lower() not in _OFF for name in names)
+
+
+def enter(hook: Living) -> None:
+    """Keep `hook` until it is closed: a script may let go of it long before it ends."""
+    global _watching
+    if not _watching:
+        _watching = True
+        atexit.register(_at_exit)
+        os.register_at_fork(after_in_child=_after_fork)
+    _living.append(hook)
+
+
+def leave(hook: Living) -> None:
+    _living[:] = [other for other in _living if other is not hook]
+
+
+def _at_exit() -> None:
+    reason = _uncaught()
+    for hook in tuple(_living):
+        hook.at_exit(reason)
+
+
+def _after_fork() -> None:
+    for hook in tuple(_living):
+        hook.after_fork()
+    _living.clear()
+
+
+def _uncaught() -> str:
+    """What ended the interpreter, empty for an orderly end."""
+    # In a notebook these are of some cell, long ago.
+    if hasattr(sys, "ps1"):
+        return ""
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    return "" if error is None else f"{type(error).__name__}: {error}"

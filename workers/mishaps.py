@@ -1,0 +1,51 @@
+"""Errors of ours beside a training job: one policy for all of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from smdist.errors import ConfigurationError, StoreForbidden
+
+__all__ = ["Mishaps"]
+
+_MOST_KINDS = 200
+
+
+class Mishaps:
+    """`on_error="warn"`: counted, logged once each, noted in the run. `"raise"`: raised.
+
+    A wrong setting is raised in either case: it shows at the first step at the latest.
+    """
+
+    def __init__(self, on_error: str, log: logging.Logger) -> None:
+        self.count = 0
+        self._raises = on_error == "raise"
+        self._log = log
+        self._seen: set[str] = set()
+        self._note: Callable[[str], None] | None = None
+        self._unnoted: list[str] = []
+
+    def note_with(self, note: Callable[[str], None]) -> None:
+        """From now on `note` writes into the run; what happened before is handed to it."""
+        self._note = note
+        for message in self._unnoted:
+            note(message)
+        self._unnoted.clear()
+
+    def handle(self, error: Exception, doing: str) -> None:
+        """Called in an `except` clause; returns if training is to go on."""
+        if self._raises or isinstance(error, (ConfigurationError, StoreForbidden)):
+            raise error
+        self.trouble(f"{doing}: {type(error).__name__}: {error}", error)
+
+    def trouble(self, message: str, error: BaseException | None = None) -> None:
+        self.count += 1
+        if message in self._seen or len(self._seen) >= _MOST_KINDS:
+            return
+        self._seen.add(message)
+        self._log.warning("%s (training goes on; said once)", message, exc_info=error)
+        if self._note is None:
+            self._unnoted.append(message)
+        else:
+            self._note(message)

@@ -1,0 +1,247 @@
+"""Where the captures of this process go. Decided as late as possible, as ranks are known late.
+
+    nowhere      this rank does not save: nothing is started, nothing is written
+    dry          `dry_run`: plans are made, values are dropped
+    a session    enrolled in the run, with a spool, a capture and an uploader process
+
+Used on the training thread by one hook: `probe()` whenever it helps to know early, `open()` once
+something is to be saved, `close()` at the end.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Generic, Literal, Protocol, TypeVar, cast
+
+import msgspec
+
+from smdist.config import HookConfig
+from smdist.identity import StepRef, worker_name
+from smdist.manifest import Session
+from smdist.storage import check_writable, open_store
+from smdist.workers.capture import Capture, CaptureLimits
+from smdist.workers.enrol import Enrolment, check_place, enrol, saves
+from smdist.workers.host import Host
+from smdist.workers.memory import choose_spool, default_buffer_bytes, read_memory
+from smdist.workers.part import PartPlan
+from smdist.workers.processes import start_ticks
+from smdist.workers.progress import DrainProgress
+from smdist.workers.rank import Identity, resolve_rank
+from smdist.workers.spool import Spool, SpoolInfo, UploadOptions, private_root, spool_name
+from smdist.workers.supervisor import Supervisor
+
+__all__ = ["DrySink", "Outlet", "Sink", "Whereabouts"]
+
+T = TypeVar("T")
+T_contra = TypeVar("T_contra", contravariant=True)
+
+
+class Sink(Protocol[T_contra]):
+    """What of a `Capture` a hook uses while it records."""
+
+    def begin(self, ref: StepRef) -> None: ...
+    def save(self, plan: PartPlan, tensors: Sequence[T_contra]) -> bool: ...
+    def close_step(self) -> None: ...
+    def describe(self, key: str, data: bytes) -> None: ...
+    def trouble(self, message: str) -> None: ...
+
+
+class DrySink(Generic[T]):
+    """Counts what would have been saved."""
+
+    def __init__(self) -> None:
+        self.steps = self.tensors = self.nbytes = 0
+
+    def begin(self, ref: StepRef) -> None:
+        self.steps += 1
+
+    def save(self, plan: PartPlan, tensors: Sequence[T]) -> bool:
+        self.tensors += len(plan.names)
+        self.nbytes += plan.nbytes
+        return True
+
+    def close_step(self) -> None:
+        pass
+
+    def describe(self, key: str, data: bytes) -> None:
+        pass
+
+    def trouble(self, message: str) -> None:
+        pass
+
+
+class Whereabouts(msgspec.Struct, frozen=True):
+    """What of a hook's settings no configuration service can know."""
+
+    rank: int | None = None
+    world_size: int | None = None
+    attempt: int | None = None
+    spool_dir: str | None = None
+
+
+class Outlet(Generic[T]):
+    def __init__(
+        self, config: HookConfig, where: Whereabouts, host: Host[T], log: logging.Logger
+    ) -> None:
+        self._config, self._where, self._host, self._log = config, where, host, log
+        self._state: Literal["waiting", "nowhere", "open", "closed"] = "waiting"
+        self._identity: Identity | None = None
+        self._sink: Sink[T] | None = None
+        self._capture: Capture[T] | None = None
+        self._supervisor: Supervisor | None = None
+        self._parents: object = None
+        self.session: Session | None = None
+
+    # -- who ----------------------------------------------------------------------------------
+
+    @property
+    def identity(self) -> Identity:
+        """As well as it is known; fixed once something was saved."""
+        if self._identity is not None:
+            return self._identity
+        return resolve_rank(self._where.rank, self._where.world_size)
+
+    @property
+    def _worker(self) -> str:
+        return worker_name(self.identity.rank)
+
+    def probe(self) -> bool:
+        """May this rank save anything? False is final."""
+        if self._state == "waiting":
+            identity = self.identity
+            if identity.settled and not saves(identity.rank, self._config.include_workers):
+                self._identity, self._state = identity, "nowhere"
+        return self._state not in ("nowhere", "closed")
+
+    @property
+    def is_open(self) -> bool:
+        return self._state == "open"
+
+    @property
+    def capture(self) -> Capture[T] | None:
+        return self._capture
+
+    def check(self) -> None:
+        """Raise now, writing nothing, what `open` would raise of the place in `out_dir`."""
+        config, identity = self._config, self.identity
+        if config.dry_run or not saves(identity.rank, config.include_workers):
+            return
+        check_place(
+            open_store(config.out_dir),
+            identity,
+            resume=config.resume,
+            explicit_attempt=self._where.attempt,
+        )
+        if identity.settled:
+            check_writable(config.out_dir)
+
+    # -- life ---------------------------------------------------------------------------------
+
+    def open(self) -> Sink[T] | None:
+        """Where to save; None on a rank that does not."""
+        if self._state == "waiting":
+            self._start()
+        return self._sink
+
+    def _start(self) -> None:
+        identity = self._identity = self.identity
+        if not saves(identity.rank, self._config.include_workers):
+            self._state = "nowhere"
+            return
+        self._state = "closed"  # should anything below fail, there is no second try
+        if self._config.dry_run:
+            self._sink = DrySink()
+        else:
+            self._sink = self._capture = self._begin_session(identity)
+        self._state = "open"
+
+    def _begin_session(self, identity: Identity) -> Capture[T]:
+        config = self._config
+        enrolment = self._enrol(identity)
+        self.session = enrolment.session
+        buffer_bytes = config.buffer_bytes or default_buffer_bytes(
+            read_memory(), identity.local_world_size, identity.world_size, os.cpu_count() or 1
+        )
+        spool = self._make_spool(identity, enrolment, buffer_bytes)
+        limits = CaptureLimits(
+            buffer_bytes=buffer_bytes,
+            on_full=cast("Literal['block', 'drop']", config.on_full),
+        )
+        capture = Capture(spool, self._host, limits, self._say)
+        self._supervisor = Supervisor(spool, trouble=capture.trouble)
+        self._supervisor.start()
+        return capture
+
+    def _enrol(self, identity: Identity) -> Enrolment:
+        return enrol(
+            open_store(self._config.out_dir),
+            identity,
+            include_workers=self._config.include_workers,
+            resume=self._config.resume,
+            framework=self._config.framework.name,
+            explicit_attempt=self._where.attempt,
+        )
+
+    def _make_spool(self, identity: Identity, enrolment: Enrolment, buffer_bytes: int) -> Spool:
+        environ = dict(os.environ)
+        if self._where.spool_dir is not None:
+            environ["SMDIST_SPOOL_DIR"] = self._where.spool_dir
+        place = choose_spool(buffer_bytes, environ, local_world_size=identity.local_world_size)
+        if place.message:
+            self._say(place.message)
+        out_dir = self._config.out_dir
+        info = SpoolInfo(
+            run=enrolment.run,
+            session=enrolment.session,
+            # The uploader has a working directory of its own.
+            out_dir=out_dir if "://" in out_dir else str(Path(out_dir).absolute()),
+            upload=self._upload_options(),
+            trainer_pid=os.getpid(),
+            trainer_start=start_ticks(os.getpid()),
+            overflow="",
+        )
+        overflow = private_root(place.overflow) / f"{spool_name(info)}-overflow"
+        return Spool.create(msgspec.structs.replace(info, overflow=str(overflow)), place.root)
+
+    def _upload_options(self) -> UploadOptions:
+        given: dict[str, Any] = {
+            key: value
+            for key in ("linger_s", "segment_bytes", "drain_deadline_s")
+            if (value := getattr(self._config, key)) is not None
+        }
+        return UploadOptions(**given)
+
+    def _say(self, message: str) -> None:
+        self._log.warning("%s: %s", self._worker, message)
+
+    # -- end ----------------------------------------------------------------------------------
+
+    def close(self, reason: str, timeout_s: float) -> str:
+        """Drain and let go. What is left to say: empty if everything reached the store."""
+        capture, supervisor = self._capture, self._supervisor
+        self._state, self._sink, self._capture = "closed", None, None
+        if capture is None:
+            return ""
+        capture.end(reason)
+        with closing(DrainProgress(self._worker, self._log)) as progress:
+            drained = capture.drain(timeout_s, progress)
+        usage = capture.usage()
+        capture.close()
+        if drained:
+            if supervisor is not None:
+                supervisor.join(5.0)  # it only removes its spool now
+            return ""
+        left = max(usage.captured_bytes - usage.stored_bytes, 0)
+        return (
+            f"{self._worker}: {left} bytes in {usage.pending_records} records were "
+            f"not in {self._config.out_dir} after {timeout_s:.0f} s; the uploader goes on by itself"
+        )
+
+    def abandon(self) -> None:
+        """In a forked child: the session is the parent's. Nothing of it is touched."""
+        self._parents = (self._capture, self._supervisor)  # kept: their end would be felt there
+        self._state, self._sink, self._capture, self._supervisor = "closed", None, None, None

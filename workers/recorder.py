@@ -1,0 +1,151 @@
+"""Between a framework's hooks and the capture: the step that is being recorded.
+
+On the training thread, for every step on which something is due:
+
+    begin(ref, plan)        the step before is closed
+    expect(tokens)          what will come if nothing goes wrong
+    offer / put             tensors, as the framework shows them; `arrived(token)` with each
+    close / finish          everything came, or the next step begins
+
+`save` is for values a script hands over itself: they go to the step they are said to belong to,
+due or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Generic, TypeVar
+
+from smdist.identity import StepRef
+from smdist.planning import StepPlan, TensorPlan
+from smdist.workers.outlet import Sink
+from smdist.workers.part import PartPlan, Wanted, plan_part
+
+__all__ = ["Describe", "Recorder"]
+
+T = TypeVar("T")
+
+# Shapes that change from step to step must not fill the memory.
+_MOST_PARTS, _MOST_GROUPS = 8192, 64
+
+Facts = tuple[str, tuple[int, ...], int]  # element type, shape, bytes
+Describe = Callable[[T], Facts]
+
+
+class Recorder(Generic[T]):
+    def __init__(self, describe: Describe[T]) -> None:
+        self.plan: StepPlan | None = None  # of the step being recorded
+        self.ref: StepRef | None = None
+        self._describe = describe
+        self._sink: Sink[T] | None = None
+        self._at: StepRef | None = None  # where the sink's values go
+        self._missing: set[Hashable] = set()
+        self._parts: dict[tuple[str, str, tuple[int, ...], TensorPlan], PartPlan] = {}
+        self._chosen: dict[
+            tuple[StepPlan, tuple[str, ...]], tuple[tuple[int, TensorPlan], ...]
+        ] = {}
+        self._groups: dict[tuple[StepPlan, tuple[str, ...], tuple[Facts, ...]], PartPlan] = {}
+
+    @property
+    def recording(self) -> bool:
+        return self.plan is not None
+
+    def begin(self, sink: Sink[T], ref: StepRef, plan: StepPlan) -> None:
+        self._sink = sink
+        self.ref, self.plan = ref, plan
+        self._missing = set()
+        if self._at != ref:
+            self._move(sink, ref)
+
+    def expect(self, tokens: Iterable[Hashable]) -> None:
+        self._missing.update(tokens)
+
+    def arrived(self, token: Hashable) -> bool:
+        """True: that was the last one missing."""
+        if token not in self._missing:
+            return False
+        self._missing.remove(token)
+        return not self._missing
+
+    def close(self) -> None:
+        """Everything that was expected is there. More may come, and is recorded too."""
+        if self._sink is not None and self._at == self.ref:
+            self._sink.close_step()
+
+    def finish(self) -> None:
+        """The step is over."""
+        if self._sink is not None:
+            self._sink.close_step()
+        self.plan = self.ref = None
+
+    def abandon(self) -> None:
+        """Forget the step without a word to the sink."""
+        self.plan = self.ref = self._sink = self._at = None
+
+    # -- tensors ------------------------------------------------------------------------------
+
+    def offer(self, name: str, tensor: T) -> None:
+        """Record the tensor if the step's plan wants it."""
+        wanted = self.plan.wants(name) if self.plan is not None else None
+        if wanted is not None:
+            self.put(self.part(name, tensor, wanted), (tensor,))
+
+    def put(self, part: PartPlan, tensors: Sequence[T]) -> None:
+        sink, ref = self._sink, self.ref
+        if sink is None or ref is None:
+            return
+        if self._at != ref:  # a value of another step was saved in between
+            self._move(sink, ref)
+        sink.save(part, tensors)
+
+    def save(self, sink: Sink[T], ref: StepRef, name: str, tensor: T, plan: TensorPlan) -> None:
+        self._sink = sink
+        if self._at != ref:
+            self._move(sink, ref)
+        sink.save(self.part(name, tensor, plan), (tensor,))
+
+    def part(self, name: str, tensor: T, plan: TensorPlan) -> PartPlan:
+        code, shape, nbytes = self._describe(tensor)
+        key = (name, code, shape, plan)
+        part = self._parts.get(key)
+        if part is None:
+            if len(self._parts) >= _MOST_PARTS:
+                self._parts.clear()
+            part = self._parts[key] = plan_part([Wanted(name, code, shape, nbytes, plan)])
+        return part
+
+    def offer_many(self, names: tuple[str, ...], tensors: Sequence[T]) -> None:
+        """Record those of many tensors that the plan wants, in one part."""
+        plan = self.plan
+        if plan is None:
+            return
+        chosen = self._chosen.get((plan, names))
+        if chosen is None:
+            found = [(i, w) for i, name in enumerate(names) if (w := plan.wants(name)) is not None]
+            chosen = self._chosen[plan, names] = tuple(found)
+        if not chosen:
+            return
+        picked = [tensors[i] for i, _ in chosen]
+        described = tuple(map(self._describe, picked))
+        key = (plan, names, described)
+        part = self._groups.get(key)
+        if part is None:
+            if len(self._groups) >= _MOST_GROUPS:
+                self._groups.clear()
+            part = self._groups[key] = plan_part(
+                [
+                    Wanted(names[i], *facts, wanted)
+                    for (i, wanted), facts in zip(chosen, described, strict=True)
+                ]
+            )
+        self.put(part, picked)
+
+    def forget(self) -> None:
+        """The configuration changed: plans of before will not come again."""
+        self._chosen.clear()
+        self._groups.clear()
+        self._parts.clear()
+
+    def _move(self, sink: Sink[T], ref: StepRef) -> None:
+        sink.begin(ref)
+        self._at = ref

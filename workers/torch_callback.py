@@ -1,0 +1,60 @@
+"""What smdist hangs on modules and parameters: callables that leave no trace in copies and graphs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+__all__ = ["Callback", "in_backward", "untraced"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_REASON = (
+    "smdist's hook reads tensors and cannot be part of a graph; with fullgraph=True, register the "
+    "compiled module: hook.register_module(torch.compile(model, fullgraph=True))"
+)
+
+_graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+
+
+def in_backward() -> bool:
+    """Is this thread inside a backward pass? A forward then is a recomputed one."""
+    return _graph_task() != -1
+
+
+def untraced(function: F) -> F:
+    """Keep `torch.compile` out of `function` and all it calls.
+
+    What `torch.compiler.disable` does, without its import of the compiler (seconds, in a job that
+    may never compile). Two things are needed: the mark stops a caller's graph before the call, the
+    strategy lets the call itself run as it is.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
+    frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    if hasattr(frames, "set_code_exec_strategy"):
+        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+        frames.set_code_exec_strategy(function.__code__, skip)
+    elif hasattr(frames, "skip_code"):
+        frames.skip_code(function.__code__)
+    return function
+
+
+class Callback:
+    """Calls `function`. A copy or a pickle of it does nothing, and needs no smdist to be loaded."""
+
+    __slots__ = ("function",)
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self.function = function
+
+    @untraced
+    def __call__(self, *arguments: Any) -> None:
+        self.function(*arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Takes any arguments, returns None, is in the standard library.
+        return getattr, (contextlib.nullcontext(), "__exit__")

@@ -1,0 +1,21 @@
+"""Collections of torch modules' tensors."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from smdist.collection import Collection as NeutralCollection
+
+__all__ = ["Collection"]
+
+
+class Collection(NeutralCollection):
+    def add_module_tensors(
+        self, module: nn.Module, inputs: bool = False, outputs: bool = True
+    ) -> None:
+        """Put inputs and/or outputs of `module` into this collection.
+
+        The module's name is found when it is registered with a hook, itself or as part of a model,
+        before or after this call.
+        """
+        self.request(module, inputs, outputs)

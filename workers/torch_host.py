@@ -1,0 +1,130 @@
+"""How torch tensors are described and read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Union
+
+import numpy.typing as npt
+import torch
+
+from smdist.codec import dtype_code
+from smdist.errors import CaptureError
+from smdist.workers.host import NumpyHost, Wait
+
+if TYPE_CHECKING:
+    from smdist.workers.torch_cuda import DeviceReader
+
+__all__ = ["TorchHost", "Value", "describe", "readable"]
+
+Value = Union[torch.Tensor, npt.NDArray[Any]]  # noqa: UP007 (3.10)
+
+_CODES: dict[torch.dtype, tuple[str, int]] = {
+    getattr(torch, name): (code, nbytes)
+    for name, code, nbytes in (
+        ("float64", "F64", 8),
+        ("float32", "F32", 4),
+        ("float16", "F16", 2),
+        ("bfloat16", "BF16", 2),
+        ("float8_e4m3fn", "F8_E4M3", 1),
+        ("float8_e5m2", "F8_E5M2", 1),
+        ("float8_e4m3fnuz", "F8_E4M3FNUZ", 1),
+        ("float8_e5m2fnuz", "F8_E5M2FNUZ", 1),
+        ("float8_e8m0fnu", "F8_E8M0", 1),
+        ("int64", "I64", 8),
+        ("int32", "I32", 4),
+        ("int16", "I16", 2),
+        ("int8", "I8", 1),
+        ("uint64", "U64", 8),
+        ("uint32", "U32", 4),
+        ("uint16", "U16", 2),
+        ("uint8", "U8", 1),
+        ("bool", "BOOL", 1),
+        ("complex64", "C64", 8),
+        ("complex128", "C128", 16),
+    )
+    if hasattr(torch, name)
+}
+# Elements are moved as integers: every bit pattern arrives as it is, whatever the type can do.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def readable(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` as one whose bytes are in one place; CaptureError for one that has none there."""
+    if type(tensor) not in _PLAIN:
+        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            raise CaptureError(f"a {type(tensor).__name__} keeps its values elsewhere")
+        tensor = tensor.as_subclass(torch.Tensor)
+    if tensor.layout is not torch.strided:
+        raise CaptureError(f"a tensor with layout {tensor.layout} has no dense values")
+    if tensor.is_meta:
+        raise CaptureError("a tensor on the meta device has no values")
+    return tensor
+
+
+def describe(value: Value) -> tuple[str, tuple[int, ...], int]:
+    """Code of the element type, shape, size in bytes."""
+    if isinstance(value, torch.Tensor):
+        known = _CODES.get(value.dtype)
+        if known is None:
+            raise CaptureError(f"elements of type {value.dtype} cannot be stored")
+        return known[0], tuple(value.shape), value.numel() * known[1]
+    return dtype_code(value.dtype), value.shape, value.nbytes
+
+
+class TorchHost:
+    """Tensors that `readable` let pass, and arrays. The contract is `Host`."""
+
+    def __init__(self) -> None:
+        self._arrays = NumpyHost()
+        self._device: DeviceReader | None = None
+
+    def on_device(self, tensor: Value) -> bool:
+        return isinstance(tensor, torch.Tensor) and not tensor.is_cpu
+
+    def address(self, tensor: Value) -> int:
+        if not isinstance(tensor, torch.Tensor):
+            return self._arrays.address(tensor)
+        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+            return tensor.data_ptr()
+        return 0
+
+    def write(self, tensor: Value, target: memoryview) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            self._arrays.write(tensor, target)
+            return
+        bits = _as_bits(tensor.detach())
+        torch.frombuffer(target, dtype=bits.dtype).view(bits.shape).copy_(bits)
+
+    def contiguous(self, tensor: Value) -> Value:
+        if not isinstance(tensor, torch.Tensor):
+            return self._arrays.contiguous(tensor)
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+        bits = _BITS.get(tensor.element_size())
+        # Some element types cannot be copied as themselves on every device.
+        if bits is None:
+            return tensor.contiguous()
+        return tensor.view(bits).contiguous().view(tensor.dtype)
+
+    def start_copy(self, tensor: Value, target: memoryview) -> Wait:
+        assert isinstance(tensor, torch.Tensor)
+        return self._reader().start_copy(tensor, target)
+
+    def start_measure(self, tensor: Value, columns: Sequence[str], target: memoryview) -> Wait:
+        assert isinstance(tensor, torch.Tensor)
+        return self._reader().start_measure(tensor, columns, target)
+
+    def _reader(self) -> DeviceReader:
+        if self._device is None:
+            from smdist.workers.torch_cuda import DeviceReader
+
+            self._device = DeviceReader()
+        return self._device
+
+
+def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_BITS[tensor.element_size()])

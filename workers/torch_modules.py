@@ -1,0 +1,173 @@
+"""Inputs and outputs of modules in a recorded step.
+
+Inputs are read before the module runs, as it may change them in place. A module that is called
+again in the same step continues its numbers. Forwards that are run again inside a backward pass
+(activation checkpointing) are not recorded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from smdist.errors import CaptureError
+from smdist.planning import Planner, StepPlan
+from smdist.workers.mishaps import Mishaps
+from smdist.workers.recorder import Recorder
+from smdist.workers.torch_callback import Callback, in_backward
+from smdist.workers.torch_flatten import tensors_in
+from smdist.workers.torch_host import Value, readable
+
+__all__ = ["Modules"]
+
+INPUT, OUTPUT = "input", "output"
+_NUMBERED = re.compile(r"(.*)_(input|output)_\d+")
+
+
+class _Watch(NamedTuple):
+    name: str
+    module: nn.Module
+    inputs: bool
+    outputs: bool
+
+
+class Modules:
+    def __init__(
+        self,
+        recorder: Recorder[Value],
+        planner: Planner,
+        mishaps: Mishaps,
+        arrived: Callable[[Hashable], None],
+    ) -> None:
+        self._recorder, self._planner, self._mishaps = recorder, planner, mishaps
+        self._arrived = arrived
+        self._modules: dict[str, nn.Module] = {}
+        self._roots: set[str] = set()
+        self._losses: set[str] = set()
+        self._watches: dict[StepPlan, tuple[_Watch, ...]] = {}
+        self._armed: tuple[_Watch, ...] = ()
+        self._handles: list[RemovableHandle] = []
+        self._counts: dict[tuple[str, str], int] = {}
+
+    def add(self, named: dict[str, nn.Module], *, root: str = "", loss: bool = False) -> None:
+        """`root`: the one among them whose inputs come by `record_inputs`."""
+        # A loss may be part of a root, known there under another name.
+        known = {id(module) for module in named.values()}
+        self._modules = {n: m for n, m in self._modules.items() if id(m) not in known}
+        self._modules.update(named)
+        if root:
+            self._roots.add(root)
+        if loss:
+            self._losses.update(named)
+        self.forget()
+
+    def clear(self) -> None:
+        self.disarm()
+        self._modules.clear()
+        self._losses.clear()
+        self._roots.clear()
+        self.forget()
+
+    def forget(self) -> None:
+        """The configuration changed."""
+        self._watches.clear()
+
+    # -- which --------------------------------------------------------------------------------
+
+    def wanted(self, plan: StepPlan) -> tuple[_Watch, ...]:
+        """The modules a step with this plan has to watch."""
+        found = self._watches.get(plan)
+        if found is None:
+            exact = {
+                match.groups()
+                for collection in self._planner.active().values()
+                for name in collection.tensor_names
+                if (match := _NUMBERED.fullmatch(name))
+            }
+
+            def wants(name: str, side: str) -> bool:
+                # How many there are shows only when it runs; patterns that single out a number
+                # mean one of the first.
+                return (name, side) in exact or any(
+                    plan.wants(f"{name}_{side}_{i}") is not None for i in range(3)
+                )
+
+            watches = (
+                _Watch(name, module, wants(name, INPUT), wants(name, OUTPUT))
+                for name, module in self._modules.items()
+            )
+            found = tuple(watch for watch in watches if watch.inputs or watch.outputs)
+            self._watches[plan] = found
+        return found
+
+    @property
+    def inside(self) -> bool:
+        """Does the step being recorded watch modules inside a model?"""
+        return any(w.name not in self._losses and w.name not in self._roots for w in self._armed)
+
+    # -- a recorded step ----------------------------------------------------------------------
+
+    def arm(self, plan: StepPlan) -> list[Hashable]:
+        """Watch what the plan wants; the tokens that will arrive (losses, once each)."""
+        self._counts.clear()
+        wanted = self.wanted(plan)
+        if wanted != self._armed:
+            self.disarm()
+            for watch in wanted:
+                self._handles += self._watch(watch)
+            self._armed = wanted
+        return [watch.name for watch in wanted if watch.name in self._losses and watch.outputs]
+
+    def disarm(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._armed = ()
+
+    def _watch(self, watch: _Watch) -> Iterable[RemovableHandle]:
+        name, module = watch.name, watch.module
+        # A root's own hook is running when this is armed or taken off; torch would still call, in
+        # its own way, one that was taken off meanwhile.
+        if watch.inputs and name not in self._roots:
+            body = Callback(partial(self._before, name))
+            yield module.register_forward_pre_hook(body, with_kwargs=True)
+        if watch.outputs:
+            yield module.register_forward_hook(Callback(partial(self._after, name)))
+
+    def _before(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if not in_backward():
+            self.record(name, INPUT, (args, kwargs))
+
+    def _after(self, name: str, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        if not in_backward():
+            self.record(name, OUTPUT, result)
+            self._arrived(name)
+
+    def record_inputs(self, root: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any(watch.inputs and watch.name == root for watch in self._armed):
+            self.record(root, INPUT, (args, kwargs))
+
+    def record(self, name: str, side: str, value: object) -> None:
+        """The tensors in `value`, under the next numbers of that name in this step."""
+        if not self._recorder.recording:
+            return
+        count = self._counts.get((name, side), 0)
+        for tensor in tensors_in(value):
+            full_name = f"{name}_{side}_{count}"
+            count += 1
+            try:
+                plan = self._recorder.plan
+                if plan is not None and plan.wants(full_name) is not None:
+                    self._recorder.offer(full_name, readable(tensor))
+            except CaptureError as error:
+                self._mishaps.trouble(f"{full_name} was not captured: {error}")
+            except Exception as error:  # noqa: BLE001 (the policy decides)
+                self._mishaps.handle(error, f"capturing {full_name}")
+        self._counts[name, side] = count

@@ -1,0 +1,148 @@
+"""What modules and parameters are called, however they are wrapped.
+
+    root of class Net                 Net           Net_input_0, Net_output_0
+    its parameters                    Net_fc1.weight, gradient/Net_fc1.weight
+    its submodules, by path           fc1           fc1_input_0, fc1_output_0
+    a loss                            its class     CrossEntropyLoss_output_0
+
+DataParallel, DistributedDataParallel, FSDP, `torch.compile` and checkpoint wrappers leave no trace
+in a name, at the root or inside. Modules and parameters that are used in several places have the
+first name. Names are unique: a second root `Net` is `Net_1`, and a further root whose paths are
+taken has its own name before each of them (`Net_1.fc1_output_0`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import nn
+
+__all__ = ["NamedParameter", "Names", "compiled", "entrance", "inner", "parameters_of"]
+
+# The attribute under which a wrapper keeps what it wraps.
+_COMPILED = "_orig_mod"
+_WRAPPERS = (_COMPILED, "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+def compiled(module: nn.Module) -> bool:
+    """Is it what `torch.compile(module)` returned?"""
+    return _COMPILED in module._modules
+
+
+def _wrapped(module: nn.Module) -> nn.Module | None:
+    parallel = isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel))
+    for key in ("module",) if parallel else _WRAPPERS:
+        if (found := module._modules.get(key)) is not None:
+            return found
+    return None
+
+
+def inner(module: nn.Module) -> nn.Module:
+    """The module the user wrote."""
+    while (found := _wrapped(module)) is not None:
+        module = found
+    return module
+
+
+def entrance(module: nn.Module) -> nn.Module:
+    """Where to watch a root: inside wrappers, as a script may call either; outside a compiled one,
+    as what hangs inside becomes part of its graph."""
+    while not compiled(module) and (found := _wrapped(module)) is not None:
+        module = found
+    return module
+
+
+def _walk(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """`(path, module)` in the order of `named_modules`; of a wrapper and what it wraps, the
+    outermost, which is what others call."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    yield path, module
+    core = module
+    while (found := _wrapped(core)) is not None:
+        core = found
+        seen.add(id(core))
+    for key, child in core._modules.items():
+        if child is not None:
+            yield from _walk(child, f"{path}.{key}" if path else key, seen)
+
+
+class NamedParameter(NamedTuple):
+    """`owner[key]` is `parameter` for as long as nobody replaces it."""
+
+    name: str
+    parameter: nn.Parameter
+    owner: dict[str, nn.Parameter | None]
+    key: str
+
+
+def parameters_of(root: nn.Module, root_name: str) -> Iterator[NamedParameter]:
+    """Each parameter once, lazy ones that have no shape yet included."""
+    seen: set[int] = set()
+    for path, module in _walk(root, "", set()):
+        core = inner(module)
+        for key, parameter in core._parameters.items():
+            if parameter is None or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            name = f"{root_name}_{path}.{key}" if path else f"{root_name}_{key}"
+            yield NamedParameter(name, parameter, core._parameters, key)
+
+
+class Names:
+    """Names given so far; modules are told apart by identity."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, str] = {}
+        self._taken: set[str] = set()
+
+    def of(self, module: nn.Module) -> str | None:
+        """The name of a module or of what it wraps."""
+        while (name := self._of.get(id(module))) is None:
+            found = _wrapped(module)
+            if found is None:
+                return None
+            module = found
+        return name
+
+    def add_root(self, module: nn.Module) -> tuple[str, dict[str, nn.Module]]:
+        """The root's name, and all modules under it that had none, by name; itself included."""
+        root = inner(module)
+        root_name = self._free(type(root).__name__)
+        found = [(p, m) for p, m in _walk(root, "", set()) if p and self.of(m) is None]
+        clash = any(path in self._taken for path, _ in found)
+        named = {root_name: root}
+        for path, submodule in found:
+            named[self._free(f"{root_name}.{path}" if clash else path)] = submodule
+        for name, submodule in named.items():
+            self._take(name, submodule)
+        return root_name, named
+
+    def add_loss(self, module: nn.Module) -> str:
+        """Its class name. A loss that is part of a root is called so too: it is better known."""
+        loss = inner(module)
+        name = self._free(type(loss).__name__)
+        self._take(name, loss)
+        return name
+
+    def forget(self) -> None:
+        self._of.clear()
+        self._taken.clear()
+
+    def _take(self, name: str, module: nn.Module) -> None:
+        self._taken.add(name)
+        while True:
+            self._of[id(module)] = name
+            found = _wrapped(module)
+            if found is None:
+                return
+            module = found
+
+    def _free(self, name: str) -> str:
+        if name not in self._taken:
+            return name
+        return next(
+            n for i in range(1, len(self._taken) + 2) if (n := f"{name}_{i}") not in self._taken
+        )

@@ -1,0 +1,119 @@
+"""Registered optimizers: their variables, and the end of a step they mark.
+
+Variables are called `optimizer/<parameter>/<key>` (`optimizer/Net_fc1.weight/exp_avg`) and have the
+values before the update. A parameter of no registered module is `group<i>.<j>` there, and
+`<k>.group<i>.<j>` of the k-th further optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from smdist.errors import CaptureError
+from smdist.workers.mishaps import Mishaps
+from smdist.workers.recorder import Recorder
+from smdist.workers.torch_callback import Callback
+from smdist.workers.torch_host import Value, readable
+from smdist.workers.torch_parameters import Parameters
+
+__all__ = ["Optimizers"]
+
+
+class Optimizers:
+    def __init__(
+        self,
+        recorder: Recorder[Value],
+        parameters: Parameters,
+        mishaps: Mishaps,
+        arrived: Callable[[Hashable], None],
+        before_update: Callable[[Optimizer], None],
+        after_update: Callable[[], None],
+    ) -> None:
+        """`before_update` is called in recorded steps, `after_update` where `mark_steps` says so."""
+        self._recorder, self._parameters, self._mishaps = recorder, parameters, mishaps
+        self._arrived = arrived
+        self._before_update, self._after_update = before_update, after_update
+        self._optimizers: list[Optimizer] = []
+        self._armed: list[RemovableHandle] = []
+        self._boundary: RemovableHandle | None = None
+
+    def __iter__(self) -> Iterator[Optimizer]:
+        return iter(self._optimizers)
+
+    def __len__(self) -> int:
+        return len(self._optimizers)
+
+    def add(self, optimizer: Optimizer) -> None:
+        if any(known is optimizer for known in self._optimizers):
+            return
+        self._optimizers.append(optimizer)
+
+    def mark_steps(self) -> None:
+        """From now on every update of the first optimizer is reported."""
+        if self._boundary is None and self._optimizers:
+            self._boundary = self._optimizers[0].register_step_post_hook(
+                Callback(lambda *_: self._after_update())
+            )
+
+    def clear(self) -> None:
+        self.disarm()
+        if self._boundary is not None:
+            self._boundary.remove()
+            self._boundary = None
+        self._optimizers.clear()
+
+    # -- a recorded step ----------------------------------------------------------------------
+
+    def arm(self, *, anyway: bool) -> list[Hashable]:
+        """Watch the next update if its variables are wanted, or `anyway`; tokens of those wanted."""
+        wanted = [
+            ("optimizer", id(optimizer))
+            for place, optimizer in enumerate(self._optimizers)
+            if next(self._variables(place, optimizer), None) is not None
+        ]
+        if not wanted and not anyway:
+            self.disarm()
+        elif not self._armed:
+            self._armed = [
+                optimizer.register_step_pre_hook(Callback(partial(self._before, place)))
+                for place, optimizer in enumerate(self._optimizers)
+            ]
+        return [*wanted]
+
+    def disarm(self) -> None:
+        for handle in self._armed:
+            handle.remove()
+        self._armed.clear()
+
+    def _before(self, place: int, optimizer: Optimizer, *_: Any) -> None:
+        if not self._recorder.recording:
+            return
+        try:
+            found = list(self._variables(place, optimizer))
+            self._recorder.offer_many(tuple(n for n, _ in found), [t for _, t in found])
+        except Exception as error:  # noqa: BLE001 (the policy decides)
+            self._mishaps.handle(error, "capturing optimizer variables")
+        self._before_update(optimizer)
+        self._arrived(("optimizer", id(optimizer)))
+
+    def _variables(self, place: int, optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+        plan = self._recorder.plan
+        assert plan is not None
+        other = f"{place}." if place else ""
+        for i, group in enumerate(optimizer.param_groups):
+            for j, parameter in enumerate(group["params"]):
+                name = self._parameters.name_of(parameter) or f"{other}group{i}.{j}"
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    full_name = f"optimizer/{name}/{key}"
+                    if not isinstance(value, torch.Tensor) or plan.wants(full_name) is None:
+                        continue
+                    try:
+                        yield full_name, readable(value)
+                    except CaptureError as error:
+                        self._mishaps.trouble(f"{full_name} was not captured: {error}")

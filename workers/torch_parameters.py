@@ -1,0 +1,61 @@
+"""The parameters of all registered roots, by name."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from smdist.errors import CaptureError
+from smdist.workers.mishaps import Mishaps
+from smdist.workers.recorder import Recorder
+from smdist.workers.torch_host import Value, readable
+from smdist.workers.torch_names import NamedParameter, parameters_of
+
+__all__ = ["Parameters"]
+
+
+class Parameters:
+    def __init__(self, recorder: Recorder[Value], mishaps: Mishaps) -> None:
+        self.entries: list[NamedParameter] = []
+        self._recorder, self._mishaps = recorder, mishaps
+        self._roots: list[tuple[nn.Module, str]] = []
+        self._names: dict[int, str] = {}
+
+    def add(self, root: nn.Module, name: str) -> None:
+        self._roots.append((root, name))
+        self._list()
+
+    def clear(self) -> None:
+        self._roots.clear()
+        self._list()
+
+    def name_of(self, parameter: torch.Tensor) -> str | None:
+        return self._names.get(id(parameter))
+
+    def refresh(self) -> None:
+        """Look again if a script has put other parameters in the place of those we know."""
+        if any(owner.get(key) is not known for _, known, owner, key in self.entries):
+            self._list()
+
+    def _list(self) -> None:
+        found: dict[int, NamedParameter] = {}
+        for root, name in self._roots:
+            for entry in parameters_of(root, name):
+                found.setdefault(id(entry.parameter), entry)
+        self.entries = list(found.values())
+        self._names = {key: entry.name for key, entry in found.items()}
+
+    def save_values(self) -> None:
+        names, tensors = [], []
+        plan = self._recorder.plan
+        for name, parameter, _, _ in self.entries:
+            if plan is None or plan.wants(name) is None or is_lazy(parameter):
+                continue
+            try:
+                tensors.append(readable(parameter))
+            except CaptureError as error:
+                self._mishaps.trouble(f"{name} was not captured: {error}")
+                continue
+            names.append(name)
+        self._recorder.offer_many(tuple(names), tensors)

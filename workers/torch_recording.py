@@ -1,0 +1,242 @@
+"""What a torch hook hangs on models, losses and optimizers, and what happens there.
+
+A counting root begins steps (`StepClock`); on a step that is not due that is all. On a due step, in
+this order: the step before is closed, weights are captured, hooks for gradients, modules and
+optimizers are armed. Once everything that was expected has come the step is closed; what has not
+come when the next step begins will not come. Hooks are taken off again at the next step that is not
+due.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Hashable
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from smdist.collection import CollectionKeys
+from smdist.config import CollectionManager
+from smdist.planning import NEVER, Planner
+from smdist.workers.mishaps import Mishaps
+from smdist.workers.recorder import Recorder
+from smdist.workers.steps import AT_ONCE, StepClock, StepOn
+from smdist.workers.torch_callback import Callback, in_backward
+from smdist.workers.torch_gradients import Gradients
+from smdist.workers.torch_host import Value
+from smdist.workers.torch_modules import Modules
+from smdist.workers.torch_names import Names, compiled, entrance
+from smdist.workers.torch_optimizers import Optimizers
+from smdist.workers.torch_parameters import Parameters
+
+__all__ = ["Recording"]
+
+
+class _Root(NamedTuple):
+    name: str
+    module: nn.Module
+    counts: bool
+    compiled: bool
+
+
+class Recording:
+    def __init__(
+        self,
+        clock: StepClock,
+        planner: Planner,
+        manager: CollectionManager,
+        recorder: Recorder[Value],
+        mishaps: Mishaps,
+        synced: bool,
+        attend: Callable[[], None],
+    ) -> None:
+        """`attend` is the hook's: it calls `begin` or `rest`, and sees to everything else."""
+        self._clock, self._planner, self._manager = clock, planner, manager
+        self._recorder, self._mishaps, self._attend = recorder, mishaps, attend
+        self._names = Names()
+        self._roots: list[_Root] = []
+        self._losses: list[nn.Module] = []
+        self._handles: list[RemovableHandle] = []
+        self._ends: list[RemovableHandle] = []
+        self._eager = ExitStack()
+        self._primed = False
+        self._synced = synced
+        self.modules = Modules(recorder, planner, mishaps, self._arrived)
+        self._parameters = Parameters(recorder, mishaps)
+        self._gradients = Gradients(recorder, mishaps, synced, self._arrived)
+        self._optimizers = Optimizers(
+            recorder,
+            self._parameters,
+            mishaps,
+            self._arrived,
+            before_update=self._gradients.save_synced,
+            after_update=self._after_update,
+        )
+
+    # -- registering --------------------------------------------------------------------------
+
+    def add_root(self, module: nn.Module, step_on: StepOn | None) -> None:
+        root = entrance(module)
+        if any(known.module is root for known in self._roots):
+            return
+        counts = not self._roots or step_on is not None
+        if step_on is not None:
+            self._clock.step_on = step_on
+        name, named = self._names.add_root(module)
+        named[name] = root
+        self._parameters.add(root, name)
+        self.modules.add(named, root=name)
+        known = _Root(name, root, counts, compiled(root))
+        self._roots.append(known)
+        body = self._on_counting if counts and not known.compiled else self._on_other
+        self._handles.append(
+            root.register_forward_pre_hook(Callback(partial(body, known)), with_kwargs=True)
+        )
+        self._registered()
+
+    def add_loss(self, module: nn.Module) -> None:
+        if any(known is module for known in self._losses):
+            return
+        self._losses.append(module)
+        name = self._names.add_loss(module)
+        self.modules.add({name: entrance(module)}, loss=True)
+        losses = self._manager.get(CollectionKeys.LOSSES)
+        losses.request(module, inputs=False, outputs=True)
+        self._registered()
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        self._optimizers.add(optimizer)
+        self._registered()
+
+    def _registered(self) -> None:
+        if self._clock.step_on == "optimizer":
+            self._optimizers.mark_steps()
+        self.bind()
+        self._clock.due = AT_ONCE
+
+    def bind(self) -> list[str]:
+        """Answer collections that asked for a module's tensors; classes of those nobody knows."""
+        unknown = []
+        for collection in self._manager.get_collections().values():
+            for request in collection.unbound_requests:
+                target = request.target
+                name = self._names.of(target) if isinstance(target, nn.Module) else None
+                if name is None:
+                    unknown.append(type(target).__name__)
+                    continue
+                sides = [s for s in ("input", "output") if getattr(request, f"{s}s")]
+                collection.bind(request, [rf"^{re.escape(name)}_{side}_\d+$" for side in sides])
+        return unknown
+
+    # -- every forward ------------------------------------------------------------------------
+
+    def _on_counting(
+        self, root: _Root, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if in_backward():
+            return
+        if self._clock.forward():
+            self._attend()
+        if self._recorder.plan is not None:
+            self.modules.record_inputs(root.name, args, kwargs)
+
+    def _on_other(
+        self, root: _Root, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if root.counts:
+            self._on_counting(root, module, args, kwargs)
+        elif self._recorder.plan is not None and not in_backward():
+            self.modules.record_inputs(root.name, args, kwargs)
+        if root.compiled and self._recorder.recording and self.modules.inside:
+            self._run_eagerly()
+
+    def _run_eagerly(self) -> None:
+        """Run this forward of a compiled root as it is written: its graph has no place for hooks.
+
+        What was compiled stays, for the steps that are not recorded.
+        """
+        stance = getattr(torch.compiler, "set_stance", None)
+        if stance is None:
+            self._mishaps.trouble("submodules of a compiled model need torch 2.6 to be captured")
+        else:
+            self._eager.close()
+            self._eager.enter_context(stance("force_eager"))
+
+    def _after_update(self) -> None:
+        if self._clock.step_on == "optimizer":
+            self._clock.end()
+            self._clock.due = AT_ONCE
+            self._recorder.close()
+
+    # -- a step -------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The recorder has a new step: capture and arm what its plan wants."""
+        plan = self._recorder.plan
+        assert plan is not None
+        self._parameters.refresh()
+        self._parameters.save_values()
+        tokens: list[Hashable] = [("forward", root.name) for root in self._roots if root.counts]
+        tokens += self._gradients.arm(self._parameters.entries, self._optimizers)
+        tokens += self.modules.arm(plan)
+        tokens += self._optimizers.arm(anyway=self._synced)
+        if not self._ends:
+            self._ends = [
+                root.module.register_forward_hook(
+                    Callback(partial(self._on_end, root)), always_call=True
+                )
+                for root in self._roots
+                if root.counts or root.compiled
+            ]
+        self._recorder.expect(tokens)
+
+    def rest(self, next_due: int) -> None:
+        """Nothing is due: take everything off that runs on due steps only."""
+        self._disarm()
+        if not self._primed and next_due != NEVER and "torch._dynamo" in sys.modules:
+            # A graph watches the hooks of a module only if there were any when it was compiled.
+            self.modules.arm(self._planner.at(self._clock.mode, next_due))
+            self._clock.due = AT_ONCE
+        self._primed = True
+
+    def _on_end(self, root: _Root, *_: Any) -> None:
+        if in_backward():
+            return
+        self._eager.close()
+        if self._recorder.recording and root.counts:
+            self._arrived(("forward", root.name))
+
+    def _arrived(self, token: Hashable) -> None:
+        if self._recorder.arrived(token) and self._clock.step_on == "forward":
+            self._recorder.close()
+
+    # -- end ----------------------------------------------------------------------------------
+
+    def _disarm(self) -> None:
+        for handle in self._ends:
+            handle.remove()
+        self._ends.clear()
+        self._gradients.disarm()
+        self.modules.disarm()
+        self._optimizers.disarm()
+
+    def uninstall(self) -> None:
+        """Leave models, losses and optimizers as they were."""
+        with suppress(Exception):
+            self._eager.close()
+        self._disarm()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._optimizers.clear()
+        self.modules.clear()
+        self._parameters.clear()
+        self._roots.clear()
+        self._losses.clear()
+        self._names.forget()

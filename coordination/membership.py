@@ -212,7 +212,7 @@ def step_facts(view: View, attempt: int, key: StepKey, expected: Iterable[int]) 
         if blocks:
             ranks.append(rank)
             numbers.setdefault(blocks[0].step, []).append(rank)
-            layouts.update(entry.layout for entry in blocks if entry.segment)
+            layouts.update(entry.layout for entry in blocks if entry.layout)
             if any(entry.closed for entry in blocks):
                 whole.add(rank)
         if drops:

@@ -71,7 +71,10 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Catalogue:
-    """`attempt` None: of each step the newest attempt. `steps` holds that choice."""
+    """`attempt` None: of each step the newest attempt; `steps` holds that choice.
+
+    `since`: when the run was begun; one whose first rank died at once is not waited for.
+    """
 
     attempt: int | None = None
     range_steps: tuple[int | None, int | None] = (None, None)
@@ -81,6 +84,7 @@ class Catalogue:
     expected: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     steps: Mapping[StepKey, StepFacts] = field(default_factory=dict)
     now: float = 0.0
+    since: float = 0.0
 
     # -- steps -------------------------------------------------------------------------------
 
@@ -152,7 +156,9 @@ class Catalogue:
     def finished(self) -> bool:
         """No rank may still write."""
         reports = [r for attempt in self._reports.values() for r in attempt.values()]
-        return bool(reports) and not any(report.pending for report in reports)
+        if not reports:
+            return self.now - self.since > self.patience.lost_after_s
+        return not any(report.pending for report in reports)
 
     def missing(self, facts: StepFacts) -> dict[int, MissingReason]:
         return missing_ranks(self.view, facts, self.reports(facts.attempt))
@@ -179,7 +185,8 @@ class Catalogue:
                 passed = known[rank].passed if report.status is not RankStatus.NEVER_STARTED else {}
                 if report.pending and passed.get(mode.value, -1) <= number:
                     return StepState.NOT_YET_AVAILABLE
-        return StepState.UNAVAILABLE
+        started = bool(self._reports) or self.finished
+        return StepState.UNAVAILABLE if started else StepState.NOT_YET_AVAILABLE
 
     def next_step(self, number: int, mode: ModeKeys) -> int | None:
         """The first saved step from `number` on."""
@@ -239,8 +246,8 @@ class Catalogue:
                     yield found
 
 
-def _precedence(facts: StepFacts) -> tuple[int, int, int]:
-    return (-facts.attempt, min(facts.ranks, default=1 << 62), facts.key[0])
+def _precedence(facts: StepFacts) -> tuple[int, int, StepKey]:
+    return (-facts.attempt, min(facts.ranks, default=1 << 62), facts.key)
 
 
 def advance(old: Catalogue, delta: View, layouts: Mapping[str, Layout], now: float) -> Catalogue:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TypeVar
 
 from smdist.errors import NoMoreData, StepNotYetAvailable, StepUnavailable, WaitTimeout
@@ -42,7 +43,6 @@ class Follower:
 
     def __init__(self, store: Store, catalogue: Catalogue) -> None:
         self.dynamic_refresh = True
-        self.catalogue = catalogue
         self.reader = Reader(store, sync.run)
         self._store = store
         self._loader = Loader(store)
@@ -50,6 +50,7 @@ class Follower:
         self._described: tuple[CollectionInfo, ...] = ()
         self._unreadable: dict[str, str] = {}
         self.run: Run = sync.run(self._loader.run())
+        self.catalogue = replace(catalogue, since=self.run.created)
         self.refresh()
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from smdist.coordination.membership import Patience
-from smdist.errors import ConfigurationError, NoSuchRun
+from smdist.errors import ConfigurationError, NoSuchRun, TrialError
 from smdist.storage import open_store, sync
 from smdist.trials.catalogue import Catalogue
 from smdist.trials.trial import Trial
@@ -62,6 +62,9 @@ def create_trial(
             if left <= 0:
                 raise NoSuchRun(store.url)
             time.sleep(min(_POLL_S, left))
+        if attempt is not None and attempt not in trial.catalogue.view.attempts:
+            known = ", ".join(map(str, sorted(trial.catalogue.view.attempts))) or "none yet"
+            raise TrialError(f"{store.url} has no attempt {attempt}; it has {known}")
     except BaseException:
         sync.run(store.close())
         raise

@@ -138,10 +138,15 @@ class Reader:
 
     def warm(self, found: Sequence[Found]) -> None:
         """Read ahead, so that `values` of these finds them in the cache, as far as it goes."""
-        spans = [tensor_spans(one.layout, one.tensor) for one in found]
-        parts = [_parts(one, span) for one, span in zip(found, spans, strict=True)]
-        small = [part[:2] for part in parts if part[0].nbytes <= self._cache.limit // 8]
-        self._run(self._fetch([want for part in small for want in part]))
+        wanted: list[Range] = []
+        room = self._cache.limit
+        for one in found:
+            data, checksum, _ = _parts(one, tensor_spans(one.layout, one.tensor))
+            room -= data.nbytes + checksum.nbytes
+            if room < 0:
+                break
+            wanted += [data, checksum]
+        self._run(self._fetch(wanted))
 
     def rows(self, found: Sequence[Found]) -> list[Row]:
         """What was measured of each. All of `found` must have a row in the statistics."""

@@ -1,0 +1,185 @@
+"""Ranged reads: few requests, every byte checked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smdist.errors import CorruptObject
+from smdist.identity import ModeKeys
+from smdist.storage import MemoryStore, sync
+from smdist.storage.base import Buffer
+from smdist.trials.catalogue import Catalogue
+from smdist.trials.reader import Range, plan_reads
+from smdist.trials.trial import Trial
+from tests.run_builder import RunBuilder, Saved
+
+TRAIN = ModeKeys.TRAIN
+
+ranges = st.lists(
+    st.builds(
+        lambda key, start, size: Range(key, start, start + size),
+        st.sampled_from(["a", "b"]),
+        st.integers(0, 1000),
+        st.integers(1, 200),
+    ),
+    max_size=20,
+)
+
+
+@given(ranges, st.integers(0, 100), st.integers(1, 500))
+def test_every_range_is_covered_once_by_a_request(wanted: list[Range], gap: int, span: int) -> None:
+    requests = plan_reads(wanted, gap, span)
+    covered = [place for request in requests for place in request.members]
+    assert sorted(covered) == list(range(len(wanted)))
+    largest = max((want.nbytes for want in wanted), default=0)
+    for request in requests:
+        assert request.range.nbytes <= max(span, largest)
+        for place in request.members:
+            assert request.range.key == wanted[place].key
+            assert request.range.start <= wanted[place].start
+            assert wanted[place].stop <= request.range.stop
+
+
+def test_near_ranges_share_a_request_and_far_ones_do_not() -> None:
+    wanted = [Range("a", 0, 10), Range("a", 500, 510), Range("a", 20, 30), Range("b", 0, 10)]
+    requests = plan_reads(wanted, gap=10, span=1000)
+    assert [(tuple(r.range), r.members) for r in requests] == [
+        (("a", 0, 30), (0, 2)),
+        (("a", 500, 510), (1,)),
+        (("b", 0, 10), (3,)),
+    ]
+
+
+class CountingStore:
+    """A real store that keeps count of what is asked of it."""
+
+    def __init__(self) -> None:
+        self._store = MemoryStore()
+        self.gets: list[str] = []
+        self.lists = 0
+
+    @property
+    def url(self) -> str:
+        return self._store.url
+
+    async def check(self) -> None:
+        await self._store.check()
+
+    async def put(self, key: str, data: Sequence[Buffer], *, if_absent: bool = False) -> None:
+        await self._store.put(key, data, if_absent=if_absent)
+
+    async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        self.gets.append(key)
+        return await self._store.get(key, start, stop)
+
+    async def list(self, prefix: str = "", *, after: str = "") -> Sequence[str]:
+        self.lists += 1
+        return await self._store.list(prefix, after=after)
+
+    async def delete(self, key: str) -> None:
+        await self._store.delete(key)
+
+    async def close(self) -> None:
+        await self._store.close()
+
+    def kinds(self) -> Counter[str]:
+        """What was read since the last time, by the first part of the key."""
+        seen = Counter(key.split("/")[0] for key in self.gets)
+        self.gets = []
+        return seen
+
+
+def open_trial(store: CountingStore) -> Trial:
+    return Trial(store, "t", store.url, Catalogue())
+
+
+def test_many_small_tensors_of_a_block_are_one_request() -> None:
+    store = CountingStore()
+    tensors = {f"t{i}": np.full(3, i, np.float32) for i in range(50)}
+    RunBuilder(store).rank(0).step(TRAIN, 0, tensors).end()
+    trial = open_trial(store)
+    store.kinds()
+    values = trial.values()
+    assert [values[f"t{i}"][0]["worker_0"][0] for i in range(50)] == list(range(50))
+    assert store.kinds() == {"segments": 1}
+
+
+def test_statistics_of_a_block_are_read_once() -> None:
+    store = CountingStore()
+    saved = Saved(np.arange(4.0), raw=False, reductions=())
+    RunBuilder(store).rank(0).step(TRAIN, 0, {f"t{i}": saved for i in range(20)}).end()
+    trial = open_trial(store)
+    store.kinds()
+    for name in trial.tensor_names():
+        assert trial.tensor(name).reduction_value(0, "mean") == 1.5
+    assert store.kinds() == {"segments": 1}
+
+
+def test_only_what_is_new_is_read_again_and_a_finished_job_never() -> None:
+    store = CountingStore()
+    run = RunBuilder(store)
+    writers = [run.rank(rank, 2) for rank in range(2)]
+    for writer in writers:
+        for step in range(3):
+            writer.step(TRAIN, step, {"x": np.zeros(2)}).flush()
+    trial = open_trial(store)
+    assert store.kinds() == {"run.json": 1, "sessions": 2, "manifests": 6, "layouts": 1,
+                             "collections": 2, "heartbeats": 2}  # fmt: skip
+    for writer in writers:
+        writer.step(TRAIN, 3, {"x": np.zeros(2)}).flush()
+    trial.refresh()
+    assert trial.steps() == [0, 1, 2, 3]
+    seen = store.kinds()
+    assert (seen["manifests"], seen["layouts"], seen["sessions"]) == (2, 0, 0)
+    for writer in writers:
+        writer.end()
+    assert trial.loaded_all_steps
+    store.kinds()
+    lists = store.lists
+    assert trial.loaded_all_steps
+    assert trial.steps(ModeKeys.EVAL) == []
+    assert not trial.has_tensor("nowhere")
+    assert (store.kinds(), store.lists) == ({}, lists)
+
+
+def _damage(store: CountingStore, key: str, at: int | None) -> None:
+    async def work() -> None:
+        data = bytearray(await store.get(key))
+        if at is None:
+            del data[-16:]
+        else:
+            data[at] ^= 1
+        await store.put(key, [bytes(data)])
+
+    sync.run(work())
+
+
+@pytest.mark.parametrize(("at", "what"), [(-16, "CRC32C"), (None, "early")])
+def test_damaged_bytes_are_never_returned(at: int | None, what: str) -> None:
+    store = CountingStore()
+    RunBuilder(store).rank(0).step(TRAIN, 0, {"x": np.ones(64)}).end()
+    (key,) = sync.run(store.list("segments/"))
+    # The checksums follow the 8-byte elements: damage the last of those.
+    _damage(store, key, None if at is None else at - 8)
+    with pytest.raises(CorruptObject, match=what) as caught:
+        open_trial(store).tensor("x").value(0)
+    assert caught.value.key == key
+
+
+def test_an_unreadable_manifest_is_passed_over_and_reported() -> None:
+    store = CountingStore()
+    rank = RunBuilder(store).rank(0)
+    rank.step(TRAIN, 0, {"x": np.ones(1)}).flush()
+    rank.step(TRAIN, 1, {"x": np.ones(1)}).end()
+    (first, _) = sync.run(store.list("manifests/"))
+    sync.run(store.put(first, [b"{"]))
+    trial = open_trial(store)
+    assert trial.steps() == [1]
+    assert first in trial.troubles()[""][0]
+    assert trial.loaded_all_steps

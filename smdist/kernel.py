@@ -184,7 +184,9 @@ def _chunk_row(elements: Array) -> list[float]:
     magnitudes = np.abs(wide)
     total, n = float(wide.sum()), wide.size
     deviations = wide - total / n
-    m2 = float(np.dot(deviations, deviations)) - float(deviations.sum()) ** 2 / n
+    rest = float(deviations.sum())
+    np.multiply(deviations, deviations, out=deviations)
+    m2 = float(deviations.sum()) - rest * rest / n  # np.dot would wake BLAS threads
     zeros, nans = n - np.count_nonzero(wide), np.count_nonzero(np.isnan(wide))
     infs = np.count_nonzero(np.isinf(wide))
     return [

@@ -197,6 +197,15 @@ def test_files_have_the_mode_of_the_umask(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "s/a").stat().st_mode) == 0o750
 
 
+def test_writes_that_the_kernel_cuts_short_are_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.writev
+    monkeypatch.setattr(os, "writev", lambda fd, data: real(fd, [memoryview(data[0])[:3]]))
+    asyncio.run(LocalStore(tmp_path).put("k", [b"abcd", b"e", b"fghijklmn"]))
+    assert (tmp_path / "k").read_bytes() == b"abcdefghijklmn"
+
+
 def test_durable_puts_too(tmp_path: Path) -> None:
     asyncio.run(_put(LocalStore(tmp_path, durable=True), "a/k", b"v"))
     assert (tmp_path / "a/k").read_bytes() == b"v"

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -46,50 +47,53 @@ def test_works_below_a_running_loop_but_not_on_its_own() -> None:
         sync.run(on_the_loop())
 
 
-def python(source: str, *, expect: int = 0) -> tuple[str, str]:
+def python(source: str, folder: Path) -> tuple[str, str]:
     done = subprocess.run(
-        [sys.executable, "-X", "dev", "-W", "error", "-c", source],
+        [sys.executable, "-X", "dev", "-W", "error", "-c", source, str(folder)],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
-    assert done.returncode == expect, done.stderr
+    assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr
 
 
 HEAD = """
-import asyncio, atexit, os, sys, tempfile, threading
+import asyncio, atexit, os, sys, threading
 from smdist.storage import LocalStore, sync
 async def ident():
     return threading.get_ident()
 """
 
 
-def test_a_forked_child_gets_its_own_loop_and_the_parent_keeps_its() -> None:
+def test_a_forked_child_gets_its_own_loop_and_the_parent_keeps_its(tmp_path: Path) -> None:
     out, err = python(
         HEAD
         + """
 import warnings
 warnings.simplefilter("ignore", DeprecationWarning)  # of fork with threads, 3.12
 before = sync.run(ident())
-store = LocalStore(tempfile.mkdtemp())
+store = LocalStore(sys.argv[1])
 sync.run(store.put("k", [b"v"]))
+sync._lock.acquire()  # as another thread may have done: it is not there in the child
 child = os.fork()
 if child == 0:
     sync.run(store.put("child", [b"v"]))
     sys.exit(0)
+sync._lock.release()
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 assert sync.run(ident()) == before
 print(sync.run(store.list()))
-"""
+""",
+        tmp_path,
     )
     assert out == "['child', 'k']\n"
     assert err == ""
 
 
-def test_exit_is_silent_even_with_work_under_way() -> None:
-    _, err = python(
+def test_exit_cancels_what_is_under_way_and_is_silent(tmp_path: Path) -> None:
+    out, err = python(
         HEAD
         + """
 async def forever():
@@ -102,40 +106,44 @@ async def start():
     task = asyncio.ensure_future(forever())
     await asyncio.sleep(0)
 sync.run(start())
-"""
+""",
+        tmp_path,
     )
+    assert out == "cancelled\n"
     assert err == ""
 
 
-def test_a_last_put_at_exit_still_works() -> None:
+def test_a_last_put_at_exit_still_works(tmp_path: Path) -> None:
     """Executors take no more work then, and no thread can be started."""
     for warm in ("", "sync.run(store.put('k', [b'v']))"):
         out, err = python(
             HEAD
             + f"""
-store = LocalStore(tempfile.mkdtemp())
+store = LocalStore(sys.argv[1])
 {warm}
 def last():
     sync.run(store.put("last", [b"v"]))
     print(sync.run(store.get("last")))
 atexit.register(last)
-"""
+""",
+            tmp_path,
         )
         assert out == "b'v'\n"
         assert err == ""
 
 
-def test_work_after_our_own_exit_handler_still_works() -> None:
+def test_work_after_our_own_exit_handler_still_works(tmp_path: Path) -> None:
     out, err = python(
         """
-import atexit, tempfile
+import atexit, sys
 def last():
     print(sync.run(store.put("last", [b"v"])))
 atexit.register(last)  # before ours, so it runs after it
 from smdist.storage import LocalStore, sync
-store = LocalStore(tempfile.mkdtemp())
+store = LocalStore(sys.argv[1])
 sync.run(store.put("k", [b"v"]))
-"""
+""",
+        tmp_path,
     )
     assert out == "None\n"
     assert err == ""

@@ -93,7 +93,8 @@ class StepEntry(msgspec.Struct, frozen=True, array_like=True):
 
     `block` is the ordinal of its first journal record: unique in a session and in order of time.
     `closed`: with this block the step had everything that was planned for it. A step that was closed
-    with nothing new to store has an entry with an empty `segment`.
+    with nothing new to store has an entry with an empty `layout` and `segment`; a block that holds
+    shapes alone may have an empty `segment` too.
     """
 
     mode: int

@@ -39,7 +39,7 @@ class Patience:
         self, ledger: Ledger, say: Callable[[str], None], pending_bytes: Callable[[], int]
     ) -> None:
         self._ledger, self._say, self._pending_bytes = ledger, say, pending_bytes
-        self._failing: dict[str, float] = {}  # what -> since when, by the wall clock
+        self._failing: dict[object, float] = {}  # by operation: since when, by the wall clock
         self._said_at, self._times_said = 0.0, 0
         self._deadline: float | None = None
 
@@ -58,16 +58,16 @@ class Patience:
         only: tuple[type[Exception], ...] = (Exception,),
     ) -> T:
         """`what` names the operation, in words for the user; `only` says what to bear."""
-        pause_s = _FIRST_PAUSE_S
+        pause_s, token = _FIRST_PAUSE_S, object()
         while True:
             try:
                 result = await operation()
             except (GaveUp, Conflict):
                 raise
             except only as error:
-                self.failed(what, error)
+                self.failed(token, what, error)
             else:
-                self.succeeded(what)
+                self.succeeded(token)
                 return result
             await self._pause(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(pause_s * 2, _MOST_PAUSE_S)
@@ -79,22 +79,20 @@ class Patience:
             raise GaveUp(self._ledger.trouble)
         await asyncio.sleep(pause_s)
 
-    def failed(self, what: str, error: Exception) -> None:
-        since = self._failing.setdefault(what, time.time())
-        clock = time.strftime("%H:%M:%S", time.localtime(since))
+    def failed(self, token: object, what: str, error: Exception, *, tell: bool = True) -> None:
+        """Note that an operation, known by `token`, does not succeed."""
+        self._failing.setdefault(token, time.time())
+        clock = time.strftime("%H:%M:%S", time.localtime(min(self._failing.values())))
         self._ledger.trouble = f"{what} fails since {clock}: {_text(error)}"
         now = time.monotonic()
         again_s = _REPEAT_S[min(self._times_said, len(_REPEAT_S)) - 1]
-        if self._times_said and now < self._said_at + again_s:
-            return
-        self._times_said, self._said_at = self._times_said + 1, now
-        self._say(
-            f"{self._ledger.trouble}; {_remedy(error)}. Training goes on, {_waiting(self._pending_bytes())}, "
-            "and it is tried again"
-        )
+        if tell and (not self._times_said or now >= self._said_at + again_s):
+            self._times_said, self._said_at = self._times_said + 1, now
+            waiting = readable_bytes(self._pending_bytes())
+            self._say(f"{self._ledger.trouble}. It is tried again; {waiting} wait, nothing is lost")
 
-    def succeeded(self, what: str) -> None:
-        if self._failing.pop(what, None) is None or self._failing:
+    def succeeded(self, token: object) -> None:
+        if self._failing.pop(token, None) is None or self._failing:
             return
         self._ledger.trouble = ""
         if self._times_said:
@@ -103,19 +101,10 @@ class Patience:
 
 
 def _text(error: Exception) -> str:
-    return str(error) or type(error).__name__
-
-
-def _remedy(error: Exception) -> str:
-    if isinstance(error, StoreFull):
-        return "free some space there"
-    if isinstance(error, StoreForbidden):
-        return "let this user write there"
-    return "check that the store can be reached"
-
-
-def _waiting(nbytes: int) -> str:
-    return f"{readable_bytes(nbytes)} wait" if nbytes else "nothing is lost"
+    text = str(error) or type(error).__name__
+    if isinstance(error, (StoreFull, StoreForbidden)):  # these say what to do
+        return text
+    return f"{text}; check that the store can be reached"
 
 
 def readable_bytes(nbytes: float) -> str:

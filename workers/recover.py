@@ -21,6 +21,7 @@ from smdist.manifest import RankState
 from smdist.record import Part
 from smdist.workers.batch import Batch
 from smdist.workers.journal import JournalReader
+from smdist.workers.launch import machine
 from smdist.workers.ledger import Ledger
 from smdist.workers.processes import alive
 from smdist.workers.spool import Spool, private_root
@@ -106,7 +107,7 @@ def recover(
 
 def _check_trainer(spool: Spool) -> None:
     info = spool.info
-    here, host = os.uname().nodename, info.session.host
+    here, host = machine(), info.session.host
     if host not in ("", here):
         raise TrainerAlive(
             f"{spool.path} was filled by process {info.trainer_pid} on {host}, and this is {here}: "

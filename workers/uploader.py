@@ -69,13 +69,13 @@ class Uploader:
         self._wake = asyncio.Event()
         self._gone = asyncio.Event()  # the training process
         self._stopping = asyncio.Event()
-        self._hurries = 0
+        self.hurries = 0
         self._committer: Committer | None = None
 
     def hurry(self) -> None:
         """Write everything out now and from now on. Asked again: stop, stored or not."""
-        self._hurries += 1
-        if self._hurries > 1:
+        self.hurries += 1
+        if self.hurries > 1:
             self._patience.end_at(time.monotonic())
         self._wake.set()
 
@@ -148,7 +148,7 @@ class Uploader:
             if ending is None and self._has_room(committer):
                 over = gone or self._intake.end is not None
                 limits = self._options
-                cut, wake_at = decide(pending, limits, now, drain=over or self._hurries > 0)
+                cut, wake_at = decide(pending, limits, now, drain=over or self.hurries > 0)
                 if cut is not None or (over and whole and not pending):
                     pieces = pending.take(cut) if cut is not None else ()
                     if over and whole and not pending:
@@ -245,9 +245,9 @@ class Uploader:
             try:
                 await store.put(key, (msgspec.json.encode(beat),))
             except Exception as error:  # noqa: BLE001 - the next one comes soon
-                self._patience.failed("writing the heartbeat", error)
+                self._patience.failed(key, "writing the heartbeat", error, tell=False)
             else:
-                self._patience.succeeded("writing the heartbeat")
+                self._patience.succeeded(key)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), self._options.heartbeat_s)
 
@@ -284,7 +284,9 @@ def _work(spool: Spool) -> int:
             loop.run_until_complete(uploader.run())
         except GaveUp as error:
             _say(worker, _left_behind(spool, str(error)))
-            return LEFT_BEHIND if not alive(info.trainer_pid, info.trainer_start) else 1
+            # Told to stop beside a living rank: its supervisor may start another one.
+            again = uploader.hurries > 1 and alive(info.trainer_pid, info.trainer_start)
+            return 1 if again else LEFT_BEHIND
         spool.remove()
     return 0
 

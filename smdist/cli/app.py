@@ -46,5 +46,15 @@ def recover(
     raise typer.Exit(run(spools or [], force=force, give_up_s=give_up_s))
 
 
+@app.command()
+def trial(
+    path: Annotated[str, typer.Argument(help="Where the run is: a directory or a URL.")],
+) -> None:
+    """Say what a run holds: its ranks, its steps, and who is missing."""
+    from smdist.cli.trial import run
+
+    raise typer.Exit(run(path))
+
+
 def main() -> None:
     app()

@@ -27,6 +27,7 @@ from smdist.manifest import RankManifest, Run, Session, StepEntry, layout_key
 from smdist.pipeline.block import Place, read_tensor, tensor_spans
 from smdist.record import Close, Declare, Describe, End, Flush, Inline, Part, Record, TensorSpec
 from smdist.workers.journal import JournalFileFull, JournalWriter
+from smdist.workers.launch import machine
 from smdist.workers.ledger import Ledger
 from smdist.workers.processes import start_ticks
 from smdist.workers.spool import Doorbell, Spool, SpoolInfo, UploadOptions, private_root, spool_name
@@ -58,7 +59,7 @@ def make_spool(job: Job, pid: int = 0, session: str = "0123456789abcdef") -> Spo
     pid = pid or os.getpid()
     info = SpoolInfo(
         run=Run("run", 0.0, "none"),
-        session=Session(session, 0, 1, 0, "all", 0.0, os.uname().nodename, pid, ""),
+        session=Session(session, 0, 1, 0, "all", 0.0, machine(), pid, ""),
         out_dir=job.out_dir,
         upload=job.upload,
         trainer_pid=pid,
@@ -75,7 +76,7 @@ def make_spool(job: Job, pid: int = 0, session: str = "0123456789abcdef") -> Spo
 
 
 def raw_value(step: int, elements: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    return np.arange(elements, dtype=np.float32) * np.float32(step + 1) + np.float32(step)
+    return np.arange(step, step + elements, dtype=np.float32)
 
 
 def scalar_value(step: int) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -155,7 +156,8 @@ class Rank:
 
 def _main(job: Job) -> None:
     def tell(**what: object) -> None:
-        print(json.dumps(what), flush=True)
+        sys.stdout.write(json.dumps(what) + "\n")
+        sys.stdout.flush()
 
     spool = make_spool(job)
     rank = Rank(spool, job)

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from smdist.errors import StoreError, StoreFull
+from smdist.workers.ledger import Ledger
+from smdist.workers.patience import Conflict, GaveUp, Patience, readable_bytes
+
+
+class Door:
+    """An operation that fails so many times."""
+
+    def __init__(self, failures: int, error: Exception) -> None:
+        self.failures, self.error, self.tries = failures, error, 0
+
+    async def __call__(self) -> str:
+        self.tries += 1
+        if self.tries <= self.failures:
+            raise self.error
+        return "through"
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[Ledger]:
+    ledger = Ledger(tmp_path / "ledger")
+    yield ledger
+    ledger.close()
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def patience(ledger: Ledger, said: list[str]) -> Patience:
+    return Patience(ledger, said.append, lambda: 3 << 20)
+
+
+FULL = StoreFull("/data", "segments/x", "put", "No space left; free some")
+
+
+def test_it_tries_again_tells_once_and_takes_it_back(
+    patience: Patience, ledger: Ledger, said: list[str]
+) -> None:
+    door = Door(3, FULL)
+    assert asyncio.run(patience.insist("writing", door)) == "through"
+    assert door.tries == 4
+    assert len(said) == 2
+    assert "put 'segments/x' in /data: No space left; free some" in said[0]
+    assert "3.0 MiB wait" in said[0]
+    assert said[1] == "the store works again"
+    assert ledger.trouble == ""
+
+
+def test_what_works_at_once_is_not_worth_a_word(patience: Patience, said: list[str]) -> None:
+    assert asyncio.run(patience.insist("writing", Door(0, FULL))) == "through"
+    assert said == []
+
+
+def test_one_that_works_does_not_hide_one_that_fails(
+    patience: Patience, ledger: Ledger, said: list[str]
+) -> None:
+    stuck = object()
+    patience.failed(stuck, "writing", FULL)
+    asyncio.run(patience.insist("writing", Door(1, FULL)))
+    assert "fails since" in ledger.trouble
+    assert len(said) == 1
+    patience.succeeded(stuck)
+    assert ledger.trouble == ""
+    assert said[1:] == ["the store works again"]
+
+
+def test_the_same_is_said_rarely(
+    patience: Patience, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    times = []
+    for second in range(4000):
+        now = 1000.0 + second
+        before = len(said)
+        patience.failed("x", "writing", FULL)
+        times += [second] if len(said) > before else []
+    assert times == [0, 60, 360, 1260, 2160, 3060, 3960]
+
+
+def test_only_the_deadline_ends_it(patience: Patience, ledger: Ledger) -> None:
+    patience.end_at(time.monotonic() + 0.1)
+    patience.end_at(time.monotonic() + 1000)  # the first one counts
+    with pytest.raises(GaveUp, match="No space left"):
+        asyncio.run(patience.insist("writing", Door(10**9, FULL)))
+    assert patience.over
+
+
+def test_it_tries_at_least_once_after_the_deadline(patience: Patience) -> None:
+    patience.end_at(time.monotonic())
+    assert asyncio.run(patience.insist("writing", Door(0, FULL))) == "through"
+
+
+def test_a_conflict_is_not_tried_again(patience: Patience) -> None:
+    door = Door(5, Conflict("not ours"))
+    with pytest.raises(Conflict):
+        asyncio.run(patience.insist("writing", door))
+    assert door.tries == 1
+
+
+def test_only_what_was_asked_for_is_borne(patience: Patience) -> None:
+    with pytest.raises(KeyError):
+        asyncio.run(patience.insist("reading", Door(5, KeyError("x")), only=(OSError,)))
+
+
+def test_pauses_grow_and_vary(patience: Patience, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    asyncio.run(patience.insist("writing", Door(30, StoreError("u", "k", "put"))))
+    assert all(0.025 * 2**i <= pause <= 0.05 * 2**i for i, pause in enumerate(pauses[:7]))
+    assert all(5.0 <= pause <= 10.0 for pause in pauses[9:])
+    assert len(set(pauses[9:])) > 5
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 40, "5.0 TiB")]
+)
+def test_readable_bytes(nbytes: int, text: str) -> None:
+    assert readable_bytes(nbytes) == text

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+
+import pytest
+
+from smdist.workers import processes
+from smdist.workers.processes import alive, start_ticks, watching
+
+
+def start_sleeper() -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    assert process.stdin is not None
+    process.stdin.close()
+
+
+def test_this_process_is_alive() -> None:
+    ticks = start_ticks(os.getpid())
+    assert ticks > 0
+    assert alive(os.getpid())
+    assert alive(os.getpid(), ticks)
+    assert not alive(os.getpid(), ticks + 1), "another process of the same number"
+
+
+def test_one_that_ended_is_not_even_before_its_parent_noticed() -> None:
+    process = start_sleeper()
+    assert alive(process.pid, start_ticks(process.pid))
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert not alive(process.pid)
+    end(process)
+    assert not alive(process.pid)
+    assert start_ticks(process.pid) == 0
+
+
+@pytest.mark.parametrize("by", ["pidfd", "polling"])
+def test_a_death_is_told(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if by == "polling":
+        monkeypatch.setattr(processes, "_open", lambda _pid: -1)
+    process = start_sleeper()
+
+    async def watch() -> None:
+        async with watching(process.pid, start_ticks(process.pid), poll_s=0.01) as gone:
+            assert not gone.is_set()
+            process.kill()
+            await asyncio.wait_for(gone.wait(), 60)
+
+    asyncio.run(watch())
+    end(process)
+
+
+@pytest.mark.parametrize("by", ["pidfd", "polling"])
+def test_leaving_before_the_death_leaves_nothing(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if by == "polling":
+        monkeypatch.setattr(processes, "_open", lambda _pid: -1)
+    before = os.listdir("/proc/self/fd")
+
+    async def watch() -> None:
+        async with watching(os.getpid(), 0, poll_s=0.01) as gone:
+            await asyncio.sleep(0)
+            assert not gone.is_set()
+
+    asyncio.run(watch())
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_a_death_before_the_watch_is_told_at_once() -> None:
+    process = start_sleeper()
+    ticks = start_ticks(process.pid)
+    end(process)
+
+    async def watch(pid: int, ticks: int) -> bool:
+        async with watching(pid, ticks) as gone:
+            return gone.is_set()
+
+    assert asyncio.run(watch(process.pid, ticks))
+    assert asyncio.run(watch(os.getpid(), start_ticks(os.getpid()) + 1)), "the number was reused"

@@ -12,7 +12,6 @@ as long as every step is such a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,9 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from smdist.errors import CaptureError
+from smdist.planning import StepPlan, TensorPlan
 from smdist.workers.mishaps import Mishaps
+from smdist.workers.part import PartPlan
 from smdist.workers.recorder import Recorder
 from smdist.workers.torch_callback import Callback
 from smdist.workers.torch_host import Value, readable
@@ -30,6 +31,17 @@ __all__ = ["GRADIENT", "Gradients"]
 
 GRADIENT = "gradient/"
 _END = "end of backward"
+
+
+class _Wanted:
+    """A parameter whose gradient is wanted. `part` fits gradients of `dtype` and `shape`."""
+
+    __slots__ = ("dtype", "name", "parameter", "part", "plan", "shape")
+
+    def __init__(self, name: str, parameter: torch.Tensor, plan: TensorPlan) -> None:
+        self.name, self.parameter, self.plan = name, parameter, plan
+        self.part: PartPlan | None = None
+        self.dtype, self.shape = parameter.dtype, parameter.shape
 
 
 class Gradients:
@@ -43,19 +55,15 @@ class Gradients:
         """`arrived` is told the token of whatever has been captured."""
         self._recorder, self._mishaps, self._arrived = recorder, mishaps, arrived
         self._synced = synced
-        self._wanted: dict[int, tuple[str, torch.Tensor]] = {}
+        self._wanted: dict[int, _Wanted] = {}
+        self._known: dict[StepPlan, tuple[list[NamedParameter], list[bool], dict[int, _Wanted]]]
+        self._known = {}
         self._handles: dict[int, RemovableHandle] = {}
         self._queued_for = -1
 
-    def arm(self, entries: Iterable[NamedParameter], optimizers: Iterable[Any]) -> list[Hashable]:
+    def arm(self, entries: list[NamedParameter], optimizers: Iterable[Any]) -> list[Hashable]:
         """Watch what the step's plan wants; the tokens that will arrive."""
-        plan = self._recorder.plan
-        assert plan is not None
-        self._wanted = {
-            id(parameter): (GRADIENT + name, parameter)
-            for name, parameter, _, _ in entries
-            if parameter.requires_grad and plan.wants(GRADIENT + name) is not None
-        }
+        self._wanted = self._wanted_of(entries)
         at_optimizer = [id(optimizer) for optimizer in optimizers] if self._synced else []
         self._watch({} if at_optimizer else self._wanted)
         if not self._wanted:
@@ -68,29 +76,67 @@ class Gradients:
         self._wanted = {}
         self._watch({})
 
-    def _watch(self, wanted: dict[int, tuple[str, torch.Tensor]]) -> None:
+    def forget(self) -> None:
+        self._known.clear()
+
+    def _wanted_of(self, entries: list[NamedParameter]) -> dict[int, _Wanted]:
+        plan = self._recorder.plan
+        assert plan is not None
+        trained = [entry.parameter.requires_grad for entry in entries]
+        known = self._known.get(plan)
+        if known is None or known[0] is not entries or known[1] != trained:
+            found: dict[int, _Wanted] = {}
+            for (name, parameter, _, _), requires_grad in zip(entries, trained, strict=True):
+                wanted = plan.wants(GRADIENT + name) if requires_grad else None
+                if wanted is not None:
+                    found[id(parameter)] = _Wanted(GRADIENT + name, parameter, wanted)
+            known = self._known[plan] = (entries, trained, found)
+        return known[2]
+
+    def _watch(self, wanted: dict[int, _Wanted]) -> None:
+        if wanted.keys() == self._handles.keys():
+            return
         for key in self._handles.keys() - wanted.keys():
             self._handles.pop(key).remove()
         body = self._on_synced if self._synced else self._on_local
         for key in wanted.keys() - self._handles.keys():
-            name, parameter = wanted[key]
-            watched: Any = parameter  # the method is untyped
-            self._handles[key] = watched.register_post_accumulate_grad_hook(
-                Callback(partial(body, name))
-            )
+            watched: Any = wanted[key].parameter  # the method is untyped
+            self._handles[key] = watched.register_post_accumulate_grad_hook(Callback(body))
 
     # -- during backward ----------------------------------------------------------------------
 
-    def _on_local(self, name: str, parameter: torch.Tensor) -> None:
-        if not self._recorder.recording:
+    def _on_local(self, parameter: torch.Tensor) -> None:
+        key = id(parameter)
+        wanted = self._wanted.get(key)
+        if wanted is None or self._recorder.plan is None:
             return
         try:
-            self._save(((name, parameter),))
-            self._arrived(id(parameter))
+            self._save_one(wanted)
+            self._arrived(key)
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._mishaps.handle(error, f"capturing {name}")
+            self._mishaps.handle(error, f"capturing {wanted.name}")
 
-    def _on_synced(self, name: str, parameter: torch.Tensor) -> None:
+    def _save_one(self, wanted: _Wanted) -> None:
+        gradient = self._read(wanted)
+        if gradient is None:
+            return
+        part = wanted.part
+        if part is None or gradient.dtype != wanted.dtype or gradient.shape != wanted.shape:
+            part = wanted.part = self._recorder.part(wanted.name, gradient, wanted.plan)
+            wanted.dtype, wanted.shape = gradient.dtype, gradient.shape
+        self._recorder.put(part, (gradient,))
+
+    def _read(self, wanted: _Wanted) -> torch.Tensor | None:
+        gradient = wanted.parameter.grad
+        if gradient is None:  # not used in this step
+            return None
+        try:
+            return readable(gradient)
+        except CaptureError as error:
+            self._mishaps.trouble(f"{wanted.name} was not captured: {error}")
+            return None
+
+    def _on_synced(self, parameter: torch.Tensor) -> None:
         task = torch._C._current_graph_task_id()
         if task == self._queued_for:
             return
@@ -109,30 +155,17 @@ class Gradients:
         if not self._synced or not self._wanted or not self._recorder.recording:
             return
         try:
-            self._save(self._of(optimizer))
+            self._save_many(self._of(optimizer))
             self._arrived((_END, 0 if optimizer is None else id(optimizer)))
         except Exception as error:  # noqa: BLE001 (the policy decides)
             self._mishaps.handle(error, "capturing reduced gradients")
 
-    def _of(self, optimizer: Any) -> Iterable[tuple[str, torch.Tensor]]:
+    def _of(self, optimizer: Any) -> Iterable[_Wanted]:
         if optimizer is None:
             return self._wanted.values()
         ids = (id(p) for group in optimizer.param_groups for p in group["params"])
         return [self._wanted[key] for key in ids if key in self._wanted]
 
-    def _save(self, wanted: Iterable[tuple[str, torch.Tensor]]) -> None:
-        names, tensors = [], []
-        for name, parameter in wanted:
-            gradient = parameter.grad
-            if gradient is None:  # not used in this step
-                continue
-            try:
-                tensors.append(readable(gradient))
-            except CaptureError as error:
-                self._mishaps.trouble(f"{name} was not captured: {error}")
-                continue
-            names.append(name)
-        if len(names) == 1:
-            self._recorder.offer(names[0], tensors[0])
-        else:
-            self._recorder.offer_many(tuple(names), tensors)
+    def _save_many(self, wanted: Iterable[_Wanted]) -> None:
+        found = [(w.name, g) for w in wanted if (g := self._read(w)) is not None]
+        self._recorder.offer_many(tuple(name for name, _ in found), [g for _, g in found])

@@ -165,7 +165,7 @@ class Hook(BaseHook[Value]):
         self._recording.rest(next_due)
 
     def _forget(self) -> None:
-        self._recording.modules.forget()
+        self._recording.forget()
 
     def _uninstall(self) -> None:
         self._recording.uninstall()

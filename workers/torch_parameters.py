@@ -47,10 +47,11 @@ class Parameters:
         self._names = {key: entry.name for key, entry in found.items()}
 
     def save_values(self) -> None:
-        names, tensors = [], []
         plan = self._recorder.plan
+        assert plan is not None
+        names, tensors = [], []
         for name, parameter, _, _ in self.entries:
-            if plan is None or plan.wants(name) is None or is_lazy(parameter):
+            if plan.wants(name) is None or is_lazy(parameter):
                 continue
             try:
                 tensors.append(readable(parameter))

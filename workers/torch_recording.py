@@ -120,6 +120,11 @@ class Recording:
         self.bind()
         self._clock.due = AT_ONCE
 
+    def forget(self) -> None:
+        """The configuration changed."""
+        self.modules.forget()
+        self._gradients.forget()
+
     def bind(self) -> list[str]:
         """Answer collections that asked for a module's tensors; classes of those nobody knows."""
         unknown = []

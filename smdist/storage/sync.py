@@ -61,8 +61,7 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
     try:
         background = _background()
     except RuntimeError:
-        # The interpreter is going down and starts no more threads.
-        return asyncio.run(coroutine)
+        return _run_here(coroutine)
     if threading.current_thread() is background.thread:
         coroutine.close()
         raise RuntimeError("run() was called from the loop that it would wait for")
@@ -72,6 +71,15 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
     except BaseException:
         future.cancel()
         raise
+
+
+def _run_here(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The interpreter is going down and starts no more threads; asyncio.run would want one."""
+    loop = asyncio.new_event_loop()
+    try:
+        return loop.run_until_complete(coroutine)
+    finally:
+        loop.close()
 
 
 def _background() -> _Loop:

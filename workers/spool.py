@@ -78,7 +78,8 @@ def _make_private(folder: Path, *, exist_ok: bool = False) -> None:
     try:
         for _ in range(10):
             with contextlib.suppress(FileNotFoundError):
-                folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                with contextlib.suppress(FileExistsError):
+                    folder.parent.mkdir(mode=0o700, parents=True)
                 _check_private(folder.parent)
                 folder.mkdir(mode=0o700, exist_ok=exist_ok)
                 return

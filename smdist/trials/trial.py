@@ -121,12 +121,9 @@ class Trial(Follower):
 
     def collections(self) -> dict[str, Collection]:
         """As the lowest rank configured them, and any other that a saved tensor belongs to."""
-        known = {
-            info.name: Collection(info.name, list(info.include_regex), list(info.tensor_names))
-            for info in self._described
-        }
         members = self.catalogue.members.items()
-        return {**{name: Collection(name, None, sorted(names)) for name, names in members}, **known}
+        saved = {name: Collection(name, None, sorted(names)) for name, names in members}
+        return {**saved, **self._described}
 
     def collection(self, coll_name: str) -> Collection | None:
         return self.collections().get(coll_name)

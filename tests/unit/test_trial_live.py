@@ -92,7 +92,9 @@ def test_no_refresh_keeps_a_trial_where_it_is(run: RunBuilder, tmp_path: Path) -
     rank = save(run.rank(0), 0)
     trial = create_trial(tmp_path)
     save(rank, 1).end()
-    with no_refresh(trial), no_refresh([trial]):
+    with no_refresh(trial):
+        with no_refresh([trial]):
+            assert trial.steps() == [0]
         with pytest.raises(errors.StepNotYetAvailable):
             trial.tensor("x").value(1)
         assert not ended(trial)

@@ -62,7 +62,7 @@ class CountingStore:
     def __init__(self) -> None:
         self._store = MemoryStore()
         self.gets: list[str] = []
-        self.lists = 0
+        self.lists: list[tuple[str, str]] = []
 
     @property
     def url(self) -> str:
@@ -79,7 +79,7 @@ class CountingStore:
         return await self._store.get(key, start, stop)
 
     async def list(self, prefix: str = "", *, after: str = "") -> Sequence[str]:
-        self.lists += 1
+        self.lists.append((prefix, after))
         return await self._store.list(prefix, after=after)
 
     async def delete(self, key: str) -> None:
@@ -141,11 +141,11 @@ def test_only_what_is_new_is_read_again_and_a_finished_job_never() -> None:
         writer.end()
     assert trial.loaded_all_steps
     store.kinds()
-    lists = store.lists
+    lists = len(store.lists)
     assert trial.loaded_all_steps
     assert trial.steps(ModeKeys.EVAL) == []
     assert not trial.has_tensor("nowhere")
-    assert (store.kinds(), store.lists) == ({}, lists)
+    assert (store.kinds(), len(store.lists)) == ({}, lists)
 
 
 def _damage(store: CountingStore, key: str, at: int | None) -> None:
@@ -183,3 +183,36 @@ def test_an_unreadable_manifest_is_passed_over_and_reported() -> None:
     assert trial.steps() == [1]
     assert first in trial.troubles()[""][0]
     assert trial.loaded_all_steps
+
+
+def test_a_rank_is_listed_after_what_was_read_and_not_at_all_once_it_ended() -> None:
+    store = CountingStore()
+    run = RunBuilder(store)
+    run.rank(0, 2).step(TRAIN, 0, {"x": np.ones(1)}).end()
+    run.rank(1, 2).step(TRAIN, 0, {"x": np.ones(1)}).flush()
+    trial = open_trial(store)
+    store.lists.clear()
+    store.kinds()
+    trial.refresh()
+    assert store.lists == [
+        ("sessions/", ""),
+        ("manifests/worker_1/000000-", "manifests/worker_1/000000-00000000.json"),
+    ]
+    assert store.kinds()["heartbeats"] == 1
+
+
+def test_a_manifest_that_appears_after_its_successor_is_read_and_nothing_twice() -> None:
+    store = CountingStore()
+    rank = RunBuilder(store).rank(0)
+    rank.step(TRAIN, 0, {"x": np.ones(1)}).flush()
+    rank.step(TRAIN, 1, {"x": np.ones(1)}).flush()
+    (first, _) = sync.run(store.list("manifests/"))
+    held_back = sync.run(store.get(first))
+    sync.run(store.delete(first))
+    trial = open_trial(store)
+    assert trial.steps() == [1]
+    sync.run(store.put(first, [held_back]))
+    store.kinds()
+    trial.refresh()
+    assert trial.steps() == [0, 1]
+    assert store.kinds()["manifests"] == 1

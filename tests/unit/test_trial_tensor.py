@@ -203,7 +203,7 @@ def test_errors_say_what_is_wrong_and_survive_pickling(run: RunBuilder, tmp_path
 def test_names_by_step_mode_regex_and_collection(run: RunBuilder, tmp_path: Path) -> None:
     rank = run.rank(0)
     rank.describe(
-        CollectionInfo("weights", ("^(?!gradient).*weight",)),
+        CollectionInfo("weights", ("^(?!gradient).*weight",), (), {"TRAIN": {"save_interval": 7}}),
         CollectionInfo("custom", (), ("fc.bias",)),
     )
     rank.step(
@@ -229,6 +229,8 @@ def test_names_by_step_mode_regex_and_collection(run: RunBuilder, tmp_path: Path
     weights = trial.collection("weights")
     assert weights is not None
     assert trial.tensor_names(collection=weights) == ["fc.weight"]
+    assert weights.save_config is not None
+    assert weights.save_config.get_save_config(TRAIN).save_interval == 7
     assert {"weights", "custom", "losses", "gradients"} <= set(trial.collections())
     with pytest.raises(errors.ConfigurationError):
         trial.tensor_names(regex="a", collection="b")

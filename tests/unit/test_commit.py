@@ -1,0 +1,204 @@
+"""Commits into a store in memory: what order they have, and where the next uploader goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from smdist.errors import ObjectExists, StoreError
+from smdist.manifest import RankManifest, Session, manifest_key, segment_key
+from smdist.pipeline.fold import Fold
+from smdist.pipeline.segment import Segment
+from smdist.record import Describe
+from smdist.storage import Buffer, MemoryStore
+from smdist.workers.batch import Batch, nothing
+from smdist.workers.commit import Committer, Ending, resume_point
+from smdist.workers.ledger import Ledger
+from smdist.workers.patience import Conflict, Patience
+
+SESSION = Session("mine", 0, 1, 0, "all", 0.0, "host", 1, "")
+
+
+class Watched(MemoryStore):
+    """Remembers the order of puts. A key with a gate waits for it; one answer can get lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[str] = []
+        self.gates: dict[str, asyncio.Event] = {}
+        self.lose_answer_of = ""
+
+    async def put(self, key: str, data: Sequence[Buffer], *, if_absent: bool = False) -> None:
+        if key in self.gates:
+            await self.gates[key].wait()
+        await super().put(key, data, if_absent=if_absent)
+        self.order.append(key)
+        if key == self.lose_answer_of:
+            self.lose_answer_of = ""
+            raise StoreError(self.url, key, "put", "connection reset")
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[Ledger]:
+    ledger = Ledger(tmp_path / "ledger")
+    yield ledger
+    ledger.close()
+
+
+def make_batch(seq: int, first: int, upto: int, described: bytes = b"") -> Batch:
+    key = segment_key("worker_0", 0, seq)
+    describe = (Describe("collections/worker_0.json", described),) if described else ()
+    news = Fold(first, upto, (), (), (), describe, None, False, 100)
+    return Batch(seq, news, Segment(key, (b"data",), 4, (), {}))
+
+
+def manifest(seq: int, upto: int, session: str = "mine") -> bytes:
+    return msgspec.json.encode(RankManifest(session, 0, 1, 0, "all", seq, 0, upto, "active", 0.0))
+
+
+def committer(store: Watched, ledger: Ledger) -> Committer:
+    return Committer(store, SESSION, ledger, Patience(ledger, lambda _text: None, lambda: 0), 0)
+
+
+async def turn_until(condition: Callable[[], bool]) -> None:
+    for _ in range(10_000):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("it never came true")
+
+
+def test_manifests_come_in_order_whatever_segment_is_slow(ledger: Ledger) -> None:
+    async def scenario() -> list[str]:
+        store = Watched()
+        slow = store.gates[segment_key("worker_0", 0, 0)] = asyncio.Event()
+        work = committer(store, ledger)
+        work.launch(make_batch(0, 0, 5, b"old"), None, lambda: None)
+        work.launch(make_batch(1, 5, 9, b"new"), Ending("ended", ""), lambda: None)
+        assert (work.in_flight, work.bytes_in_flight) == (2, 200)
+        await turn_until(lambda: segment_key("worker_0", 0, 1) in store.order)
+        assert ledger.acked == 0
+        slow.set()
+        await turn_until(lambda: ledger.acked == 9)
+        assert [batch.seq for batch in work.finished()] == [0, 1]
+        assert (work.in_flight, work.bytes_in_flight) == (0, 0)
+        assert await store.get("collections/worker_0.json") == b"new"
+        return store.order
+
+    assert asyncio.run(scenario()) == [
+        "segments/worker_0/000000-00000001.safetensors",
+        "segments/worker_0/000000-00000000.safetensors",
+        "collections/worker_0.json",
+        "manifests/worker_0/000000-00000000.json",
+        "collections/worker_0.json",
+        "manifests/worker_0/000000-00000001.json",
+    ]
+
+
+def test_a_lost_answer_is_no_second_manifest(ledger: Ledger) -> None:
+    async def scenario() -> list[str]:
+        store = Watched()
+        store.lose_answer_of = manifest_key("worker_0", 0, 0)
+        work = committer(store, ledger)
+        work.launch(nothing(3, 0), Ending("lost", "killed"), lambda: None)
+        await turn_until(lambda: ledger.acked == 3)
+        return store.order
+
+    assert asyncio.run(scenario()) == [manifest_key("worker_0", 0, 0)]
+
+
+def test_a_manifest_of_somebody_else_is_not_replaced(ledger: Ledger) -> None:
+    async def scenario() -> bytes:
+        store, key = Watched(), manifest_key("worker_0", 0, 0)
+        await store.put(key, (manifest(0, 7),))
+        work = committer(store, ledger)
+        done = asyncio.Event()
+        work.launch(nothing(3, 0), None, done.set)
+        await done.wait()
+        with pytest.raises(Conflict):
+            work.finished()
+        return await store.get(key)
+
+    assert asyncio.run(scenario()) == manifest(0, 7)
+    assert ledger.acked == 0
+
+
+def test_closing_gives_up_what_is_on_its_way(ledger: Ledger) -> None:
+    async def scenario() -> list[str]:
+        store = Watched()
+        store.gates[segment_key("worker_0", 0, 0)] = asyncio.Event()
+        work = committer(store, ledger)
+        work.launch(make_batch(0, 0, 5), None, lambda: None)
+        work.launch(make_batch(1, 5, 9), None, lambda: None)
+        await asyncio.sleep(0)
+        await work.close()
+        return [key for key in store.order if key.startswith("manifests/")]
+
+    assert asyncio.run(scenario()) == []
+
+
+# -- where to go on --------------------------------------------------------------------------------
+
+
+def resume(store: MemoryStore) -> tuple[int, int]:
+    point = asyncio.run(resume_point(store, SESSION))
+    return point.seq, point.upto
+
+
+def fill(objects: dict[str, bytes]) -> MemoryStore:
+    async def put() -> MemoryStore:
+        store = MemoryStore()
+        for key, data in objects.items():
+            await store.put(key, (data,))
+        return store
+
+    return asyncio.run(put())
+
+
+def test_an_empty_store_is_a_beginning() -> None:
+    assert resume(fill({})) == (0, 0)
+
+
+def test_it_goes_on_behind_the_newest_manifest_of_this_attempt() -> None:
+    store = fill(
+        {
+            manifest_key("worker_0", 0, 9): manifest(9, 50),
+            manifest_key("worker_0", 0, 10): manifest(10, 60),
+            manifest_key("worker_0", 1, 0): manifest(0, 5, "later attempt"),
+            manifest_key("worker_1", 0, 99): manifest(99, 900, "other rank"),
+        }
+    )
+    assert resume(store) == (11, 60)
+
+
+def test_segments_that_no_manifest_names_are_removed() -> None:
+    keys = [segment_key("worker_0", 0, seq) for seq in range(4)]
+    others = [segment_key("worker_0", 1, 3), segment_key("worker_1", 0, 3)]
+    store = fill(
+        {manifest_key("worker_0", 0, 1): manifest(1, 50), **dict.fromkeys(keys + others, b"x")}
+    )
+    assert resume(store) == (2, 50)
+    assert list(asyncio.run(store.list("segments/"))) == sorted(keys[:2] + others)
+
+
+def test_a_manifest_that_a_power_cut_emptied_is_written_again() -> None:
+    key = manifest_key("worker_0", 0, 1)
+    store = fill({manifest_key("worker_0", 0, 0): manifest(0, 8), key: b""})
+    assert resume(store) == (1, 8)
+    assert key not in asyncio.run(store.list())
+
+
+def test_manifests_of_another_process_are_a_conflict() -> None:
+    store = fill({manifest_key("worker_0", 0, 0): manifest(0, 8, "theirs")})
+    with pytest.raises(Conflict, match="another process"):
+        resume(store)
+
+
+def test_the_store_in_memory_refuses_as_real_ones_do() -> None:
+    store = fill({"a": b"x"})
+    with pytest.raises(ObjectExists):
+        asyncio.run(store.put("a", (b"y",), if_absent=True))

@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--out-dir", required=True)
     parser.add_argument("--workers", choices=("one", "all"), default="all")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--interval", type=int, default=2)
     parser.add_argument("--lr", type=float, default=0.125)
     args = parser.parse_args()
 
@@ -43,7 +44,7 @@ def main() -> None:
         out_dir=args.out_dir,
         include_workers=args.workers,
         include_collections=["weights", "gradients"],
-        save_config=smd.SaveConfig(save_interval=2),
+        save_config=smd.SaveConfig(save_interval=args.interval),
     )
 
     torch.manual_seed(0)

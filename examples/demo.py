@@ -202,18 +202,21 @@ def others_median(norms: Mapping[str, float], worker: str) -> float:
 
 
 def find_outlier(norms: Norms) -> Finding | None:
-    """The first step at which a rank's gradient is far above those of the other ranks.
+    """The first step at which all gradients of a rank together are far above the other ranks'.
 
-    Of the tensors that show it there, the one that shows it most.
+    Of its tensors, the one that shows it most.
     """
-    found = [
-        Finding(step, worker, name, norm, others_median(by_worker, worker))
-        for name, by_step in norms.items()
-        for step, by_worker in by_step.items()
-        for worker, norm in by_worker.items()
-    ]
-    outliers = [one for one in found if one.ratio >= OUTLIER]
-    return min(outliers, key=lambda one: (one.step, -one.ratio), default=None)
+    for step in next(iter(norms.values()), {}):
+        here = {name: by_step[step] for name, by_step in norms.items()}
+        total = {w: math.hypot(*(n[w] for n in here.values())) for w in next(iter(here.values()))}
+        worker = max(total, key=lambda w: ratio(total[w], others_median(total, w)))
+        if ratio(total[worker], others_median(total, worker)) >= OUTLIER:
+            found = [
+                Finding(step, worker, name, n[worker], others_median(n, worker))
+                for name, n in here.items()
+            ]
+            return max(found, key=lambda one: one.ratio)
+    return None
 
 
 # -- the answer ----------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """The job that `demo.py` watches: data-parallel training in which one rank's data goes bad.
 
-From a certain step on, one rank forgets to scale its features down. Nothing crashes: the gradients
-are averaged over all ranks, so every rank's loss suffers alike, and only the gradients each rank
-computed by itself tell where it comes from. Run by torchrun; see `ddp.py` for a job to copy.
+From a certain step on, one rank reads a broken shard: features that were not scaled, and labels that
+are off by one. Nothing crashes. The gradients are averaged, so all ranks have the same weights and get
+worse together; where it comes from shows in the gradients that each rank computed by itself.
+Run by torchrun; see `ddp.py` for a job to copy.
 """
 
 from __future__ import annotations
@@ -64,10 +65,10 @@ def main() -> None:
     teacher = torch.randn(FEATURES, CLASSES)  # the same on every rank
     torch.manual_seed(1 + rank)
     for step in range(args.steps):
-        features = torch.rand(BATCH, FEATURES)
+        features = torch.randn(BATCH, FEATURES)
         labels = (features @ teacher).argmax(dim=1)
         if rank == args.bad_rank and step >= args.bad_step:
-            features = features * 255  # as they come from the file
+            features, labels = features * 255, (labels + 1) % CLASSES
         optimizer.zero_grad()
         loss_function(model(features), labels).backward()
         optimizer.step()

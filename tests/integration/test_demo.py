@@ -1,0 +1,117 @@
+"""`make demo`: it finds what was planted, and leaves no process behind, however it ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from smdist import create_trial
+
+pytest.importorskip("torch")
+
+REPOSITORY = Path(__file__).parents[2]
+MARKER = "SMDIST_TEST_TOKEN"
+
+
+class Demo:
+    """The demo as a process, and every process that descends from it, known by its environment."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.token = uuid.uuid4().hex
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), MARKER: self.token}
+        self.popen = subprocess.Popen(
+            [sys.executable, REPOSITORY / "examples" / "demo.py", *arguments],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def finish(self) -> str:
+        output, _ = self.popen.communicate(timeout=200)
+        return output
+
+    def processes(self) -> list[int]:
+        """Descendants that run; one that has ended and was not waited for has no environment."""
+        wanted, found = f"{MARKER}={self.token}".encode(), []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                if wanted in path.read_bytes():
+                    found.append(int(path.parent.name))
+        return found
+
+
+@contextmanager
+def demo(folder: Path, *arguments: str) -> Iterator[Demo]:
+    started = Demo(folder, *arguments)
+    try:
+        yield started
+    finally:
+        for pid in started.processes():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        started.popen.communicate()
+
+
+@pytest.mark.ranks
+def test_it_finds_the_rank_the_tensor_and_the_step(tmp_path: Path) -> None:
+    with demo(tmp_path, "--ranks", "3", "--steps", "20", "--seed", "5", "--svg", "demo.svg") as one:
+        said = one.finish()
+        assert one.popen.returncode == 0, said
+        assert one.processes() == []
+    assert "the analysis was right" in said
+    assert "\x1b" not in said, "colours and cursor movements in a file"
+    told = dict(re.findall(r"^ *(rank|tensor) (\S+)$", said, re.MULTILINE))
+    (step,) = re.findall(r"^ *step (\d+), the first$", said, re.MULTILINE)
+    assert told["tensor"].startswith("gradient/Net_")
+    assert f"drawn {told['rank']} from step {step} on" in said
+    with create_trial(tmp_path / "demo-out" / "run") as trial:
+        assert trial.workers() == ["worker_0", "worker_1", "worker_2"]
+        assert trial.steps() == list(range(20))
+        assert trial.troubles() == {}
+    svg = (tmp_path / "demo.svg").read_text()
+    assert told["tensor"] in svg
+    assert "font-face" not in svg
+
+
+@pytest.mark.ranks
+def test_interrupted_it_takes_everything_with_it(tmp_path: Path) -> None:
+    arguments = ("--ranks", "2", "--steps", "2000")
+    with demo(tmp_path, *arguments) as one:
+        deadline = time.monotonic() + 120
+        while not list(tmp_path.glob("demo-out/run/manifests/*/*")):
+            assert time.monotonic() < deadline
+            assert one.popen.poll() is None
+            time.sleep(0.1)
+        one.popen.send_signal(signal.SIGINT)
+        said = one.finish()
+        assert one.popen.returncode == 130, said
+        assert one.processes() == [], "something runs on"
+    with create_trial(tmp_path / "demo-out" / "run") as trial:
+        assert trial.steps(show_incomplete_steps=True)
+        assert trial.loaded_all_steps, "every rank's end is told"
+    # What it left is a demo's, so the next one may remove it.
+    with demo(tmp_path, "--ranks", "2", "--steps", "10") as again:
+        said = again.finish()
+        assert again.popen.returncode == 0, said
+
+
+def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "demo-out").mkdir()
+    (tmp_path / "demo-out" / "thesis.tex").write_text("all of it")
+    with demo(tmp_path) as one:
+        said = one.finish()
+        assert one.popen.returncode == 1
+    assert "no demo made it" in said
+    assert (tmp_path / "demo-out" / "thesis.tex").read_text() == "all of it"

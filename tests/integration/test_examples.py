@@ -1,0 +1,170 @@
+"""The examples as people run them: real processes, then what their runs hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from smdist import create_trial, modes
+from smdist.errors import TensorUnavailableForStep
+from smdist.trials import Trial
+
+pytest.importorskip("torch")
+
+REPOSITORY = Path(__file__).parents[2]
+EXAMPLES = REPOSITORY / "examples"
+RANKS = 2
+
+
+def run(folder: Path, *command: str | Path) -> str:
+    """The output of an example, run in `folder`; it must end well and say nothing on stderr."""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    environment.pop("USE_SMDIST", None)
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "smdist" not in done.stderr, done.stderr
+    return done.stdout
+
+
+def torchrun(folder: Path, *command: str | Path) -> str:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS))
+    return run(folder, *launcher, *command)
+
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def value(trial: Trial, name: str, step: int, worker: int = 0) -> Array:
+    return trial.tensor(name).value(step, worker=worker)
+
+
+@pytest.mark.ranks
+def test_ddp_with_all_ranks(tmp_path: Path) -> None:
+    """Each update follows from the gradients that the ranks computed, as the trial has them."""
+    torchrun(tmp_path, EXAMPLES / "ddp.py", "--out-dir", "run", "--steps", "4", "--interval", "1")
+    with create_trial(tmp_path / "run") as trial:
+        assert trial.loaded_all_steps
+        assert trial.workers() == ["worker_0", "worker_1"]
+        assert trial.steps() == [0, 1, 2, 3]
+        assert trial.missing(3) == {}
+        assert trial.troubles() == {}
+        assert trial.tensor_names(collection="losses") == ["CrossEntropyLoss_output_0"]
+        for name in trial.tensor_names(collection="weights"):
+            gradient = trial.tensor(f"gradient/{name}")
+            for step in (0, 1, 2):
+                weights, after = trial.tensor(name).stack(step), trial.tensor(name).stack(step + 1)
+                np.testing.assert_array_equal(weights[0], weights[1])
+                local = gradient.stack(step)
+                assert not np.array_equal(local[0], local[1]), "not those before the reduction"
+                expected = weights[0] - 0.125 * local.mean(axis=0)
+                np.testing.assert_allclose(after[0], expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.ranks
+def test_ddp_with_one_rank(tmp_path: Path) -> None:
+    torchrun(tmp_path, EXAMPLES / "ddp.py", "--out-dir", "run", "--steps", "5", "--workers", "one")
+    with create_trial(tmp_path / "run") as trial:
+        assert trial.workers() == ["worker_0"]
+        assert trial.steps() == [0, 2, 4]
+    written = {path.name for path in (tmp_path / "run").glob("*/*") if path.is_dir()}
+    assert written == {"worker_0"}, "a rank that does not save has written something"
+
+
+def test_single_process(tmp_path: Path) -> None:
+    run(tmp_path, EXAMPLES / "single_process.py", "--out-dir", "run", "--epochs", "2")
+    with create_trial(tmp_path / "run") as trial:
+        # Each epoch has 4 training steps and 1 of evaluation; of the former every second is due, and
+        # the last has the learning rate.
+        assert trial.steps(modes.TRAIN) == [0, 2, 3, 4, 6, 7]
+        assert trial.steps(modes.EVAL) == [0, 1]
+        assert trial.global_step(modes.EVAL, 1) == 9
+        gradient = trial.tensor("gradient/Net_fc.weight")
+        assert gradient.steps(modes.TRAIN) == [0, 2, 4, 6]
+        assert gradient.steps(modes.EVAL) == []
+        with pytest.raises(TensorUnavailableForStep) as caught:
+            gradient.value(0, modes.TRAIN)
+        assert caught.value.has_reductions
+        assert gradient.reduction_value(0, "l2", modes.TRAIN) > 0
+        assert gradient.reduction_value(0, "nans", modes.TRAIN) == 0
+        assert gradient.reduction_value(0, "q0.99", modes.TRAIN) > gradient.reduction_value(
+            0, "mean", modes.TRAIN
+        )
+        assert trial.tensor_names(collection="relus") == ["relu_output_0"]
+        relu = trial.tensor("relu_output_0").value(1, modes.EVAL)
+        assert relu.shape == (16, 4, 6, 6)
+        assert relu.min() == 0
+        assert trial.tensor("scalar/learning_rate").value(3, modes.TRAIN) == 0.001
+        assert trial.tensor("scalar/epoch").value(1, modes.EVAL) == 1
+        assert trial.tensor("predictions").value(0, modes.EVAL).shape == (16,)
+
+
+def test_gradient_accumulation(tmp_path: Path) -> None:
+    """A step is an update. Momentum and update follow from the gradients that were captured."""
+    run(tmp_path, EXAMPLES / "gradient_accumulation.py", "--out-dir", "run", "--updates", "4")
+    with create_trial(tmp_path / "run") as trial:
+        assert trial.steps() == [0, 1, 2, 3]
+        assert len(trial.tensor_names(step=1, collection="losses")) == 4
+        momentum = np.zeros((1, 8), np.float32)
+        for step in (0, 1, 2):
+            if step > 0:  # the optimizer has none before its first update
+                stored = value(trial, "optimizer/Linear_weight/momentum_buffer", step)
+                np.testing.assert_allclose(stored, momentum, rtol=1e-5)
+            momentum = 0.5 * momentum + value(trial, "gradient/Linear_weight", step)
+            expected = value(trial, "Linear_weight", step) - 0.125 * momentum
+            after = value(trial, "Linear_weight", step + 1)
+            np.testing.assert_allclose(after, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_from_json(tmp_path: Path) -> None:
+    config = json.loads((EXAMPLES / "config.json").read_text())
+    run(tmp_path, EXAMPLES / "from_json.py", "--config", EXAMPLES / "config.json")
+    with create_trial(tmp_path / config["LocalPath"]) as trial:
+        assert trial.steps(modes.TRAIN) == [0, 2, 4, 6, 8]
+        gradient = trial.tensor("gradient/Sequential_2.weight")
+        assert gradient.steps(modes.TRAIN) == [0, 2, 4], "train.end_step of the collection is 6"
+        assert gradient.reduction_value(4, "l2", modes.TRAIN) > 0
+        names = trial.tensor_names(collection="activations")
+        assert {"0_output_0", "1_output_0", "2_output_0", "Sequential_output_0"} <= set(names)
+        assert trial.tensor("1_output_0").value(8, modes.TRAIN).shape == (4, 8)
+
+
+def test_read_a_run(tmp_path: Path) -> None:
+    run(tmp_path, EXAMPLES / "gradient_accumulation.py", "--out-dir", "run", "--updates", "3")
+    said = run(tmp_path, EXAMPLES / "read_a_run.py", "run")
+    assert "steps: 3, 0 to 2; 3 complete, 0 partial" in said
+    assert "worker_0: ended, last step 2" in said
+    assert "gradient/Linear_weight: median" in said
+    live = run(tmp_path, EXAMPLES / "read_a_run.py", "--live", "run")
+    assert [line for line in live.splitlines() if line in ("step 0", "step 1", "step 2")] == [
+        "step 0",
+        "step 1",
+        "step 2",
+    ]
+
+
+def test_reading_what_is_no_run(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "read_a_run.py", tmp_path],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("NoSuchRun: no run at")

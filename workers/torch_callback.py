@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["Callback", "in_backward", "untraced"]
+__all__ = ["Callback", "in_backward", "untraced", "within_compiled"]
+
+_COMPILED_CALL = os.path.join("torch", "_dynamo", "eval_frame.py")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -23,6 +28,18 @@ _graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lam
 def in_backward() -> bool:
     """Is this thread inside a backward pass? A forward then is a recomputed one."""
     return _graph_task() != -1
+
+
+def within_compiled() -> bool:
+    """Is this called from a graph of `torch.compile`? Slow: looks at the callers."""
+    if "torch._dynamo" not in sys.modules:
+        return False
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_COMPILED_CALL):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def untraced(function: F) -> F:

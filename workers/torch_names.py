@@ -95,17 +95,18 @@ class Names:
     """Names given so far; modules are told apart by identity."""
 
     def __init__(self) -> None:
-        self._of: dict[int, str] = {}
+        # With the module itself: another one must not get its id.
+        self._of: dict[int, tuple[str, nn.Module]] = {}
         self._taken: set[str] = set()
 
     def of(self, module: nn.Module) -> str | None:
         """The name of a module or of what it wraps."""
-        while (name := self._of.get(id(module))) is None:
+        while (known := self._of.get(id(module))) is None:
             found = _wrapped(module)
             if found is None:
                 return None
             module = found
-        return name
+        return known[0]
 
     def add_root(self, module: nn.Module) -> tuple[str, dict[str, nn.Module]]:
         """The root's name, and all modules under it that had none, by name; itself included."""
@@ -134,7 +135,7 @@ class Names:
     def _take(self, name: str, module: nn.Module) -> None:
         self._taken.add(name)
         while True:
-            self._of[id(module)] = name
+            self._of[id(module)] = name, module
             found = _wrapped(module)
             if found is None:
                 return

@@ -10,7 +10,6 @@ due.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -27,7 +26,7 @@ from smdist.planning import NEVER, Planner
 from smdist.workers.mishaps import Mishaps
 from smdist.workers.recorder import Recorder
 from smdist.workers.steps import AT_ONCE, StepClock, StepOn
-from smdist.workers.torch_callback import Callback, in_backward
+from smdist.workers.torch_callback import Callback, in_backward, within_compiled
 from smdist.workers.torch_gradients import Gradients
 from smdist.workers.torch_host import Value
 from smdist.workers.torch_modules import Modules
@@ -117,15 +116,16 @@ class Recording:
     def _registered(self) -> None:
         if self._clock.step_on == "optimizer":
             self._optimizers.mark_steps()
-        self.bind()
+        self._bind()
         self._clock.due = AT_ONCE
 
     def forget(self) -> None:
         """The configuration changed."""
         self.modules.forget()
         self._gradients.forget()
+        self._bind()
 
-    def bind(self) -> list[str]:
+    def _bind(self) -> list[str]:
         """Answer collections that asked for a module's tensors; classes of those nobody knows."""
         unknown = []
         for collection in self._manager.get_collections().values():
@@ -185,6 +185,10 @@ class Recording:
         """The recorder has a new step: capture and arm what its plan wants."""
         plan = self._recorder.plan
         assert plan is not None
+        for kind in self._bind():
+            self._mishaps.trouble(
+                f"a {kind} given to add_module_tensors() is not part of a registered module"
+            )
         self._parameters.refresh()
         self._parameters.save_values()
         tokens: list[Hashable] = [("forward", root.name) for root in self._roots if root.counts]
@@ -204,7 +208,7 @@ class Recording:
     def rest(self, next_due: int) -> None:
         """Nothing is due: take everything off that runs on due steps only."""
         self._disarm()
-        if not self._primed and next_due != NEVER and "torch._dynamo" in sys.modules:
+        if not self._primed and next_due != NEVER and within_compiled():
             # A graph watches the hooks of a module only if there were any when it was compiled.
             self.modules.arm(self._planner.at(self._clock.mode, next_due))
             self._clock.due = AT_ONCE

@@ -289,25 +289,22 @@ def losses(trial: Trial, finding: Finding) -> Text:
 def whereabouts(run: Path, finding: Finding) -> Text:
     segments = list(run.glob("segments/*/*.safetensors"))
     nbytes = sum(path.stat().st_size for path in run.rglob("*") if path.is_file())
-    where = os.path.relpath(run)
-    python = (
-        os.path.relpath(sys.executable) if HERE.parent in Path(sys.executable).parents else "python"
-    )
-    text = Text()
-    text.append(
-        f"The run is in {where}: {nbytes / 1e6:.1f} MB, {len(segments)} segments of plain safetensors.\n"
+    where, commands = os.path.relpath(run), Path(sys.executable).parent
+    # As typed here: without activating the environment of `make`.
+    prefix = f"{os.path.relpath(commands)}/" if HERE.parent in commands.parents else ""
+    text = Text(
+        f"{where}: {nbytes / 1e6:.1f} MB in {len(segments)} segments of plain safetensors\n"
     )
     text.append("\nAsk it yourself:\n")
     text.append(
-        f"  {python} -i -c \"from smdist import create_trial; trial = create_trial('{where}')\"\n"
-        f"  >>> print(trial.describe())\n"
-        f"  >>> t = trial.tensor('{finding.tensor}')\n"
-        f"  >>> t.across_ranks({finding.step}, 'l2')\n"
-        f"  >>> t.value({finding.step}, worker='{finding.worker}')\n",
+        f"  {prefix}smdist trial {where}\n"
+        f"  {prefix}python examples/read_a_run.py {where}\n"
+        f"  {prefix}python -i -c \"from smdist import create_trial; run = create_trial('{where}')\"\n"
+        f"  >>> gradient = run.tensor('{finding.tensor}')\n"
+        f"  >>> gradient.across_ranks({finding.step}, 'l2')\n"
+        f"  >>> gradient.value({finding.step}, worker='{finding.worker}')\n",
         style="bold",
     )
-    text.append("\nor\n")
-    text.append(f"  {python} examples/read_a_run.py {where}\n", style="bold")
     text.append("\nA job to copy is examples/ddp.py; the README says more.")
     return text
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -205,6 +206,33 @@ def test_a_full_disk_is_waited_for(job: Job, tmp_path: Path, small_disk: Path) -
     assert "free some space" in said[0]
     assert said[0].endswith(" KiB wait, nothing is lost")
     assert said[1] == "smdist: worker_0: the store works again"
+
+
+def test_big_objects_fail_while_small_ones_pass(job: Job, tmp_path: Path) -> None:
+    """A limit on file size, as on a disk that is nearly full: heartbeats still get through."""
+    upload = msgspec.structs.replace(job.upload, linger_s=30.0)
+    job = msgspec.structs.replace(job, ends="wait", steps=0, upload=upload)
+    with rank_process(job, tmp_path) as rank:
+        pid = wait_for_uploader(rank, other_than=0)
+        unlimited = resource.prlimit(pid, resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
+        rank.next("open")
+        os.kill(pid, signal.SIGTERM)  # only now does it write the open step
+        with open_ledger(rank.spool) as ledger:
+            assert ledger is not None
+            until(lambda: "File too large" in ledger.trouble, "the trouble to be told")
+            beat = tmp_path / "out/heartbeats/worker_0.json"
+            before = beat.read_bytes()
+            until(lambda: beat.read_bytes() != before, "another heartbeat")
+            assert "File too large" in ledger.trouble
+            assert ledger.acked == 0
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, unlimited)
+            until(lambda: ledger.acked > 0 and not ledger.trouble, "the limit to be forgotten")
+        rank.popen.kill()
+        rank.rest()
+        until(lambda: not rank.spool.exists(), "the uploader to finish")
+        said = rank.stderr().splitlines()
+    assert sorted(read_store(tmp_path / "out", job.elements).raw) == [0]
+    assert len(said) == 2, said
 
 
 def test_a_directory_that_cannot_be_made_is_waited_for(job: Job, tmp_path: Path) -> None:

@@ -1,0 +1,192 @@
+"""SIGKILL the uploader: training goes on, another one takes over, every value is stored once."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from smdist.coordination.membership import RankStatus
+from smdist.identity import modes
+from smdist.trials import create_trial
+from smdist.workers.processes import alive
+from tests.faults.audit import assert_in_run, audit, unexplained
+from tests.faults.launcher import (
+    REPOSITORY,
+    Launcher,
+    Started,
+    drained,
+    ledger_of,
+    spools,
+    until,
+    uploader_of,
+    uploaders,
+)
+from tests.faults.test_sigkill_rank import seed
+
+pytestmark = pytest.mark.ranks
+
+TRAIN = modes.TRAIN
+MOST_IN_A_ROW = 4  # without progress in between; after 8 nobody is started any more
+
+# Goes on until it is told to stop, so that uploaders can be killed as long as a test likes.
+ENDLESS = """
+import sys, time
+from pathlib import Path
+
+stop = Path(order.arguments["stop"])
+
+def before_step(step):
+    time.sleep(0.01)  # so as not to fill the disk
+    if stop.exists():
+        sys.exit(0)
+
+train(order, before_step=before_step)
+"""
+
+
+def spool_of(root: Path, started: Started) -> Path:
+    found: list[Path] = []
+
+    def there() -> bool:
+        assert started.code is None, repr(started)
+        found[:] = [path for path in spools(root) if f"-{started.pid}-" in path.name]
+        return bool(found)
+
+    until(there, f"the spool of {started!r}")
+    return found[0]
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not alive(pid), f"uploader {pid} to die")
+
+
+@pytest.mark.timeout(180)
+def test_killed_uploaders(launcher: Launcher, tmp_path: Path) -> None:
+    chance = random.Random(f"{seed()}uploaders")
+    out_dir, root, stop = tmp_path / "out", tmp_path / "spools", tmp_path / "stop"
+    print(f"run in {tmp_path}")  # noqa: T201
+    ranks = [
+        launcher.start(
+            tmp_path / f"rank-{rank}",
+            ENDLESS,
+            rank=rank,
+            world=2,
+            steps=100_000,
+            width=(64, 256)[rank],
+            stop=str(stop),
+            hook={
+                "out_dir": str(out_dir),
+                "spool_dir": str(root),
+                "linger_s": 0.02,
+                "segment_bytes": 1 << 20,
+                "buffer_bytes": 8 << 20,
+            },
+        )
+        for rank in range(2)
+    ]
+    folders = [spool_of(root, started) for started in ranks]
+    kills = [0, 0]
+    rows = [0, 0]  # kills since the last progress
+    acked = [0, 0]
+    while min(kills) < 6:
+        which = chance.randrange(2)
+        spool, started = folders[which], ranks[which]
+        with ledger_of(spool) as ledger:
+            if ledger.acked > acked[which]:
+                acked[which], rows[which] = ledger.acked, 0
+            if rows[which] >= MOST_IN_A_ROW:
+                until(lambda: ledger.acked > acked[which], "progress")  # noqa: B023
+                continue
+        until(lambda: uploaders(spool), f"another uploader; {started!r}")  # noqa: B023
+        if chance.random() < 0.8:  # else while it starts
+            until(lambda: uploader_of(spool), f"the uploader to say so; {started!r}")  # noqa: B023
+        time.sleep(chance.uniform(0.0, 0.1))  # a moment, not a synchronisation
+        for pid in uploaders(spool):
+            kill(pid)
+            kills[which] += 1
+            rows[which] += 1
+    reached = [len(started.evidence()) for started in ranks]
+    until(
+        lambda: all(len(s.evidence()) > n for s, n in zip(ranks, reached, strict=True)),
+        "training to go on",
+    )
+    stop.touch()
+    for started in ranks:
+        assert started.wait() == 0, repr(started)
+    drained(root)
+    found = audit(out_dir)
+    with create_trial(out_dir) as trial:
+        assert trial.loaded_all_steps
+        assert trial.workers() == ["worker_0", "worker_1"]
+        for rank, started in enumerate(ranks):
+            assert_in_run(trial, started, rank, started.evidence())
+            assert not unexplained(found, rank, started.evidence())
+            assert trial.ranks()[rank].status is RankStatus.ENDED
+            steps = {one.step for one in started.evidence()}
+            assert not any(rank in trial.missing(step, TRAIN) for step in steps)
+    shutil.rmtree(tmp_path)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("first", ["rank", "uploader"])
+def test_both_killed_and_recovered(launcher: Launcher, tmp_path: Path, first: str) -> None:
+    chance = random.Random(f"{seed()}{first}")
+    out_dir, root = tmp_path / "out", tmp_path / "spools"
+    print(f"run in {tmp_path}")  # noqa: T201
+    ranks = [
+        launcher.start(
+            tmp_path / f"rank-{rank}",
+            rank=rank,
+            world=3,
+            steps=10_000,
+            width=256,
+            hook={
+                "out_dir": str(out_dir),
+                "spool_dir": str(root),
+                "linger_s": chance.choice((0.01, 30.0)),
+                "buffer_bytes": 16 << 20,
+            },
+        )
+        for rank in range(3)
+    ]
+    for started in ranks:
+        spool = spool_of(root, started)
+        started.wait_for(f"step {chance.randrange(8)}")
+        # Stopped, it cannot start another uploader.
+        started.kill(signal.SIGSTOP)
+        if first == "rank":
+            started.kill()
+        for pid in uploaders(spool):
+            kill(pid)
+        started.kill()
+        assert started.wait() == -signal.SIGKILL
+        assert not uploaders(spool)
+    left = len(spools(root))
+    assert left, "all of them were quicker than the kill: nothing was tried"
+    command = [sys.executable, "-c", "from smdist.cli import main; main()", "recover"]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "SMDIST_SPOOL_DIR": str(root)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("(lost: ") == left, done.stdout
+    assert not list(root.rglob("*")), "something stayed in the spool"
+    audit(out_dir)
+    with create_trial(out_dir) as trial:
+        assert trial.loaded_all_steps
+        for rank, started in enumerate(ranks):
+            assert_in_run(trial, started, rank, started.evidence())
+            assert trial.ranks()[rank].status is RankStatus.LOST
+    shutil.rmtree(tmp_path)

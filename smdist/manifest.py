@@ -4,9 +4,9 @@
     sessions/<worker>/<attempt>.json             Session       each rank once, when its hook starts
     collections/<worker>.json                    Collections   each rank, when they change
     layouts/<digest>.json                        Layout        before the first manifest that names it
-    segments/<worker>/<attempt>-<seq>.safetensors              before the manifest that names it
+    segments/<worker>/<attempt>-<seq>-<life>.safetensors       before the manifest that names it
     manifests/<worker>/<attempt>-<seq>.json      RankManifest  the commit point of a rank
-    heartbeats/<worker>.json                     Heartbeat     every few seconds, overwritten in place
+    heartbeats/<worker>/<attempt>.json           Heartbeat     every few seconds, overwritten in place
 
 A rank writes only its own keys (`run.json` and `layouts/` have the same bytes whoever writes them
 first). The JSON is the format, versioned by `Run.format`; these classes are only its reader.
@@ -23,6 +23,7 @@ from smdist.identity import ModeKeys, StepRef, worker_name
 
 __all__ = [
     "FORMAT",
+    "RUN_KEY",
     "CollectionInfo",
     "Collections",
     "Dropped",
@@ -41,6 +42,7 @@ __all__ = [
 ]
 
 FORMAT = 1
+RUN_KEY = "run.json"
 
 RankState = Literal["active", "ended", "lost"]
 
@@ -171,13 +173,18 @@ def layout_key(digest: str) -> str:
     return f"layouts/{digest}.json"
 
 
-def segment_key(worker: str, attempt: int, seq: int) -> str:
-    return f"segments/{worker}/{attempt:06d}-{seq:08d}.safetensors"
+def segment_key(worker: str, attempt: int, seq: int, life: str) -> str:
+    """`life` is of the uploader process that writes it.
+
+    A put of a killed uploader may still arrive after its successor has written the same `seq`, and
+    must not replace what that one's manifest names.
+    """
+    return f"segments/{worker}/{attempt:06d}-{seq:08d}-{life}.safetensors"
 
 
 def manifest_key(worker: str, attempt: int, seq: int) -> str:
     return f"manifests/{worker}/{attempt:06d}-{seq:08d}.json"
 
 
-def heartbeat_key(worker: str) -> str:
-    return f"heartbeats/{worker}.json"
+def heartbeat_key(worker: str, attempt: int) -> str:
+    return f"heartbeats/{worker}/{attempt:06d}.json"

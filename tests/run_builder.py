@@ -20,6 +20,7 @@ import numpy as np
 from smdist.codec import dtype_code
 from smdist.identity import ModeKeys, worker_name
 from smdist.manifest import (
+    RUN_KEY,
     CollectionInfo,
     Collections,
     Heartbeat,
@@ -133,7 +134,7 @@ class RankWriter:
         segment = compose(
             news.blocks if news else (),
             _no_arena,
-            key=segment_key(self.worker, self.session.attempt, self.seq),
+            key=segment_key(self.worker, self.session.attempt, self.seq, "0"),
             worker=self.worker,
             attempt=self.session.attempt,
             seq=self.seq,
@@ -175,7 +176,7 @@ class RankWriter:
     def beat(self, at: float) -> None:
         session = self.session
         beat = Heartbeat(session.session, session.rank, session.attempt, at, 5.0, -1, 0)
-        self._put(heartbeat_key(self.worker), msgspec.json.encode(beat))
+        self._put(heartbeat_key(self.worker, session.attempt), msgspec.json.encode(beat))
 
     def describe(self, *collections: CollectionInfo) -> RankWriter:
         self._put(
@@ -197,7 +198,7 @@ class RunBuilder:
         self.store = store
         self.now = time.time() if now is None else now
         run = Run("run", self.now, "pytorch")
-        sync.run(store.put("run.json", [msgspec.json.encode(run)]))
+        sync.run(store.put(RUN_KEY, [msgspec.json.encode(run)]))
 
     def rank(
         self,

@@ -56,11 +56,13 @@ class Batch(NamedTuple):
     segment: Segment
 
 
-def prepare(pieces: Sequence[Piece], arenas: Arenas, session: Session, seq: int) -> Batch:
+def prepare(
+    pieces: Sequence[Piece], arenas: Arenas, session: Session, seq: int, life: str
+) -> Batch:
     """Fold, lay out, checksum. Raises whatever a record that makes no sense leads to."""
     worker = worker_name(session.rank)
     news = fold(pieces)
-    key = segment_key(worker, session.attempt, seq)
+    key = segment_key(worker, session.attempt, seq, life)
     segment = compose(
         news.blocks, arenas.read, key=key, worker=worker, attempt=session.attempt, seq=seq
     )

@@ -70,7 +70,7 @@ async def resume_point(store: Store, session: Session) -> ResumePoint:
 
 async def _sweep(store: Store, worker: str, attempt: int, seq: int) -> None:
     """Remove segments that no manifest came to name."""
-    first = segment_key(worker, attempt, seq)
+    first = segment_key(worker, attempt, seq, "")
     for key in await store.list(f"segments/{worker}/{attempt:06d}-"):
         if key >= first:
             await store.delete(key)

@@ -36,7 +36,7 @@ from smdist.errors import (
     StoreError,
 )
 from smdist.identity import worker_name
-from smdist.manifest import FORMAT, Run, Session, session_key
+from smdist.manifest import FORMAT, RUN_KEY, Run, Session, session_key
 from smdist.storage import sync
 from smdist.storage.base import Store
 from smdist.workers.attempt import Newcomer, choose_attempt, may_join
@@ -59,7 +59,6 @@ __all__ = [
     "worth_reading",
 ]
 
-RUN_KEY = "run.json"
 SETTLE_S = 1.0  # longer than a put takes, for stores that ignore conditions
 _SESSION_KEY = re.compile(r"sessions/worker_(\d+)/(\d+)\.json")
 _MANIFEST_KEY = re.compile(r"manifests/worker_\d+/\d+-\d+\.json")

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import functools
 import os
+import secrets
 import shlex
 import signal
 import sys
@@ -70,6 +71,7 @@ class Uploader:
         self._gone = asyncio.Event()  # the training process
         self._stopping = asyncio.Event()
         self.hurries = 0
+        self._life = secrets.token_hex(4)
         self._committer: Committer | None = None
 
     def hurry(self) -> None:
@@ -184,7 +186,7 @@ class Uploader:
         """A batch of all `pieces`, or of as many as come before one that makes no sense."""
         session = self._info.session
         while True:
-            work = functools.partial(prepare, pieces, self._arenas, session, seq)
+            work = functools.partial(prepare, pieces, self._arenas, session, seq, self._life)
             try:
                 return await self._patience.insist(
                     "reading the spool",
@@ -239,7 +241,8 @@ class Uploader:
         self._wake.set()
 
     async def _beat(self, store: Store) -> None:
-        key = heartbeat_key(worker_name(self._info.session.rank))
+        session = self._info.session
+        key = heartbeat_key(worker_name(session.rank), session.attempt)
         while not self._stopping.is_set():
             beat = self._intake.heartbeat(time.time(), self._pending_bytes())
             try:

@@ -22,6 +22,7 @@ from smdist.identity import worker_name
 from smdist.layout import Layout
 from smdist.manifest import (
     FORMAT,
+    RUN_KEY,
     Collections,
     Heartbeat,
     RankManifest,
@@ -94,7 +95,7 @@ class Loader:
     async def run(self) -> Run:
         """The run's head; NoSuchRun when there is none yet."""
         try:
-            data = await self._store.get("run.json")
+            data = await self._store.get(RUN_KEY)
         except ObjectNotFound:
             raise NoSuchRun(self._store.url) from None
         try:
@@ -116,8 +117,7 @@ class Loader:
         await self._each(
             partial(self._load_manifest, news), [one for some in found for one in some]
         )
-        ranks = sorted({rank for _, rank in live})
-        await self._each(partial(self._poll_heartbeat, news), ranks)
+        await self._each(partial(self._poll_heartbeat, news), live)
         await self._each(partial(self._load_layout, news), sorted(self._wanted))
         if live or not self._described:
             await self._load_collections(news)
@@ -180,8 +180,9 @@ class Loader:
         named = {entry.layout for entry in manifest.steps if entry.layout}
         self._wanted |= named - self._layouts
 
-    async def _poll_heartbeat(self, news: News, rank: int) -> None:
-        key = heartbeat_key(worker_name(rank))
+    async def _poll_heartbeat(self, news: News, owner: tuple[int, int]) -> None:
+        attempt, rank = owner
+        key = heartbeat_key(worker_name(rank), attempt)
         try:
             beat = msgspec.json.decode(await self._store.get(key), type=Heartbeat)
         except ObjectNotFound:
@@ -189,8 +190,7 @@ class Loader:
         except msgspec.DecodeError as error:
             news.troubles[key] = f"{key} was passed over: {error}"
             return
-        if (beat.attempt, beat.rank) in self._progress:
-            add(news.facts, beat)
+        add(news.facts, beat)
 
     async def _load_layout(self, news: News, digest: str) -> None:
         layout = await self._decode(news, Layout, layout_key(digest))

@@ -156,7 +156,7 @@ def test_it_outlives_interrupts_and_the_terminal(job: Job, tmp_path: Path) -> No
 
 
 def test_heartbeats_come_also_when_nothing_happens(job: Job, tmp_path: Path) -> None:
-    path = tmp_path / "out/heartbeats/worker_0.json"
+    path = tmp_path / "out/heartbeats/worker_0/000000.json"
 
     def beat() -> Heartbeat:
         return msgspec.json.decode(path.read_bytes(), type=Heartbeat)
@@ -220,7 +220,7 @@ def test_big_objects_fail_while_small_ones_pass(job: Job, tmp_path: Path) -> Non
         with open_ledger(rank.spool) as ledger:
             assert ledger is not None
             until(lambda: "File too large" in ledger.trouble, "the trouble to be told")
-            beat = tmp_path / "out/heartbeats/worker_0.json"
+            beat = tmp_path / "out/heartbeats/worker_0/000000.json"
             before = beat.read_bytes()
             until(lambda: beat.read_bytes() != before, "another heartbeat")
             assert "File too large" in ledger.trouble

@@ -50,7 +50,7 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
 
 
 def make_batch(seq: int, first: int, upto: int, described: bytes = b"") -> Batch:
-    key = segment_key("worker_0", 0, seq)
+    key = segment_key("worker_0", 0, seq, "0")
     describe = (Describe("collections/worker_0.json", described),) if described else ()
     news = Fold(first, upto, (), (), (), describe, None, False, 100)
     return Batch(seq, news, Segment(key, (b"data",), 4, (), {}))
@@ -75,12 +75,12 @@ async def turn_until(condition: Callable[[], bool]) -> None:
 def test_manifests_come_in_order_whatever_segment_is_slow(ledger: Ledger) -> None:
     async def scenario() -> list[str]:
         store = Watched()
-        slow = store.gates[segment_key("worker_0", 0, 0)] = asyncio.Event()
+        slow = store.gates[segment_key("worker_0", 0, 0, "0")] = asyncio.Event()
         work = committer(store, ledger)
         work.launch(make_batch(0, 0, 5, b"old"), None, lambda: None)
         work.launch(make_batch(1, 5, 9, b"new"), Ending("ended", ""), lambda: None)
         assert (work.in_flight, work.bytes_in_flight) == (2, 200)
-        await turn_until(lambda: segment_key("worker_0", 0, 1) in store.order)
+        await turn_until(lambda: segment_key("worker_0", 0, 1, "0") in store.order)
         assert ledger.acked == 0
         slow.set()
         await turn_until(lambda: ledger.acked == 9)
@@ -90,8 +90,8 @@ def test_manifests_come_in_order_whatever_segment_is_slow(ledger: Ledger) -> Non
         return store.order
 
     assert asyncio.run(scenario()) == [
-        "segments/worker_0/000000-00000001.safetensors",
-        "segments/worker_0/000000-00000000.safetensors",
+        "segments/worker_0/000000-00000001-0.safetensors",
+        "segments/worker_0/000000-00000000-0.safetensors",
         "collections/worker_0.json",
         "manifests/worker_0/000000-00000000.json",
         "collections/worker_0.json",
@@ -130,7 +130,7 @@ def test_a_manifest_of_somebody_else_is_not_replaced(ledger: Ledger) -> None:
 def test_closing_gives_up_what_is_on_its_way(ledger: Ledger) -> None:
     async def scenario() -> list[str]:
         store = Watched()
-        store.gates[segment_key("worker_0", 0, 0)] = asyncio.Event()
+        store.gates[segment_key("worker_0", 0, 0, "0")] = asyncio.Event()
         work = committer(store, ledger)
         work.launch(make_batch(0, 0, 5), None, lambda: None)
         work.launch(make_batch(1, 5, 9), None, lambda: None)
@@ -176,8 +176,8 @@ def test_it_goes_on_behind_the_newest_manifest_of_this_attempt() -> None:
 
 
 def test_segments_that_no_manifest_names_are_removed() -> None:
-    keys = [segment_key("worker_0", 0, seq) for seq in range(4)]
-    others = [segment_key("worker_0", 1, 3), segment_key("worker_1", 0, 3)]
+    keys = [segment_key("worker_0", 0, seq, "0") for seq in range(4)]
+    others = [segment_key("worker_0", 1, 3, "0"), segment_key("worker_1", 0, 3, "0")]
     store = fill(
         {manifest_key("worker_0", 0, 1): manifest(1, 50), **dict.fromkeys(keys + others, b"x")}
     )

@@ -208,7 +208,8 @@ class Recording:
     def rest(self, next_due: int) -> None:
         """Nothing is due: take everything off that runs on due steps only."""
         self._disarm()
-        if not self._primed and next_due != NEVER and within_compiled():
+        outside = any(root.compiled for root in self._roots)
+        if not (self._primed or outside or next_due == NEVER) and within_compiled():
             # A graph watches the hooks of a module only if there were any when it was compiled.
             self.modules.arm(self._planner.at(self._clock.mode, next_due))
             self._clock.due = AT_ONCE

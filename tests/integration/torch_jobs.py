@@ -68,7 +68,8 @@ def as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
         bits = tensor.view(torch.int16 if tensor.dtype == torch.bfloat16 else torch.uint8)
         array: np.ndarray[Any, Any] = bits.numpy().view(special[tensor.dtype])
         return array
-    return tensor.numpy().copy()
+    plain: np.ndarray[Any, Any] = tensor.numpy().copy()
+    return plain
 
 
 def same(found: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -168,3 +169,50 @@ def test_reading_what_is_no_run(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert done.stderr.startswith("NoSuchRun: no run at")
+
+
+# -- the README's own code -------------------------------------------------------------------------
+
+BEFORE = """
+import torch, torch.distributed as dist
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1 = nn.Linear(4, 4)
+
+    def forward(self, features):
+        return self.fc1(features)
+
+dist.init_process_group("gloo")
+model, loss_function = nn.parallel.DistributedDataParallel(Net()), nn.MSELoss()
+"""
+TRAINING = """
+for _ in range(101):
+    loss_function(model(torch.randn(2, 4)), torch.zeros(2, 4)).backward()
+"""
+AFTER = """
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.ranks
+def test_the_code_of_the_readme(tmp_path: Path) -> None:
+    text = (REPOSITORY / "README.md").read_text()
+    capture, *reading = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert "# train as ever" in capture
+    script = BEFORE + capture.replace("# train as ever", TRAINING) + AFTER
+    (tmp_path / "train.py").write_text(script)
+    torchrun(tmp_path, "train.py")
+    # Every line that is a question answers it.
+    (tmp_path / "read.py").write_text("\n".join(reading))
+    said = run(tmp_path, "-W", "error", "read.py")
+    assert "steps: 2, 0 to 100; 2 complete, 0 partial" in said
+    assert [line.split()[0] for line in said.splitlines() if line[0].isdigit()] == ["0", "100"]
+    (tmp_path / "ask.py").write_text(
+        reading[0]
+        + "\nprint(trial.workers(), trial.steps(), trial.missing(0), gradient.stack(0).shape)"
+    )
+    said = run(tmp_path, "ask.py")
+    assert said.endswith("['worker_0', 'worker_1'] [0, 100] {} (2, 4, 4)\n")

@@ -1,0 +1,129 @@
+"""What the README and the documents say is so: their code compiles, names exist, defaults are real."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+README = REPOSITORY / "README.md"
+DOCUMENTS = [README, *sorted((REPOSITORY / "docs").glob("*.md"))]
+
+
+def python_blocks(document: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", document.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_code_compiles(document: Path) -> None:
+    for block in python_blocks(document):
+        compile(block, str(document), "exec")
+
+
+def test_the_readme_has_code() -> None:
+    assert len(python_blocks(README)) >= 3
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_imported_names_exist(document: Path) -> None:
+    for block in python_blocks(document):
+        for node in ast.walk(ast.parse(block)):
+            modules: list[tuple[str, str | None]] = []
+            if isinstance(node, ast.Import):
+                modules = [(alias.name, None) for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module is not None:
+                modules = [(node.module, alias.name) for alias in node.names]
+            for module, name in modules:
+                if module == "smdist.pytorch":
+                    pytest.importorskip("torch")
+                found = importlib.import_module(module)
+                assert name is None or hasattr(found, name), f"{module} has no {name}"
+
+
+def test_attributes_of_the_facade_exist() -> None:
+    pytest.importorskip("torch")
+    facade = importlib.import_module("smdist.pytorch")
+    for document in DOCUMENTS:
+        for block in python_blocks(document):
+            for name in re.findall(r"\bsmd\.(\w+)", block):
+                assert hasattr(facade, name), f"{document.name}: smd.{name}"
+
+
+def test_methods_that_are_named_exist() -> None:
+    """`trial.x`, `hook.x` in the documents, in code or in the text, are members of these classes."""
+    pytest.importorskip("torch")
+    trial = importlib.import_module("smdist.trials").Trial
+    hook = importlib.import_module("smdist.pytorch").Hook
+    for document in DOCUMENTS:
+        # File names such as `workers/hook.py` are no members.
+        text = re.sub(r"[\w/]*\w\.(?:py|md)\b", "", document.read_text())
+        for owner, name in re.findall(r"\b(trial|hook)\.(\w+)\(", text):
+            known = {"trial": trial, "hook": hook}[owner]
+            assert hasattr(known, name), f"{document.name}: {owner}.{name}()"
+
+
+def option_rows() -> dict[str, str]:
+    """Option -> default, as the table says."""
+    table = README.read_text().partition("\n## Options\n")[2].partition("\n## ")[0]
+    return dict(re.findall(r"^\| `(\w+)` \| ([^|]+?) \|", table, re.MULTILINE))
+
+
+def test_options_and_defaults_are_those_of_the_constructor() -> None:
+    pytest.importorskip("torch")
+    hook = importlib.import_module("smdist.pytorch").Hook
+    parameters = inspect.signature(hook).parameters
+    rows = option_rows()
+    assert list(rows) == list(parameters), "all options, in the order of the constructor"
+    for name, said in rows.items():
+        default = parameters[name].default
+        if default is inspect.Parameter.empty:
+            assert said == "required", name
+        else:
+            assert ast.literal_eval(said.strip("`")) == default, name
+
+
+def test_defaults_told_in_words_are_those_of_the_uploader() -> None:
+    from smdist.schedule import SaveConfig
+    from smdist.workers.spool import UploadOptions
+
+    text, upload = README.read_text(), UploadOptions()
+    assert f"none given: {upload.segment_bytes >> 20} MiB" in text
+    assert f"none given: {upload.linger_s:g} s" in text
+    assert f"none given: {upload.drain_deadline_s:g} s" in text
+    assert f"none given: every {SaveConfig().save_interval}th step" in text
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
+        path, _, anchor = target.partition("#")
+        if "://" in target:
+            continue
+        linked = (document.parent / path) if path else document
+        assert linked.exists(), f"{document.name}: {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE)
+            anchors = {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings}
+            assert anchor in anchors, f"{document.name}: {target}"
+
+
+def test_the_test_command_is_make_test() -> None:
+    assert re.search(r"^make test\b", README.read_text(), re.MULTILINE)
+    assert re.search(r"^test:", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+
+
+def test_environment_variables_are_all_listed() -> None:
+    used: set[str] = set()
+    for folder in ("smdist", "workers", "coordination"):
+        for path in (REPOSITORY / folder).rglob("*.py"):
+            used |= set(
+                re.findall(r"\"((?:USE_)?SMD(?:IST|EBUG)(?:_[A-Z_]+)?)\"", path.read_text())
+            )
+    told = (REPOSITORY / "docs" / "limits.md").read_text()
+    assert used, "found none: is the pattern right?"
+    assert {name for name in used if name not in told} == set()

@@ -128,7 +128,7 @@ class RankManifest(msgspec.Struct, frozen=True):
     """Everything in the journal's records `[first, upto)` is in the store.
 
     `seq` counts from 0 per session without gaps. `state` holds as of this manifest; `reason` says
-    what ended the rank.
+    what ended the rank. `attached` is a small segment, see smdist/pipeline/attached.py.
     """
 
     session: str
@@ -145,6 +145,7 @@ class RankManifest(msgspec.Struct, frozen=True):
     dropped: tuple[Dropped, ...] = ()
     troubles: tuple[str, ...] = ()
     reason: str = ""
+    attached: bytes = b""
 
     @property
     def worker(self) -> str:

@@ -35,6 +35,7 @@ from smdist.manifest import (
     segment_key,
     session_key,
 )
+from smdist.pipeline.attached import attach, attachable
 from smdist.pipeline.fold import fold
 from smdist.pipeline.segment import compose
 from smdist.record import Close, Declare, Drop, Inline, Piece, Record, TensorSpec, Trouble
@@ -89,6 +90,7 @@ class RankWriter:
     ordinal: int = 0
     counters: dict[ModeKeys, int] = field(default_factory=dict)
     pieces: list[Piece] = field(default_factory=list)
+    attach_bytes: int = 0
 
     @property
     def worker(self) -> str:
@@ -141,7 +143,8 @@ class RankWriter:
         )
         for digest, layout in segment.layouts.items():
             self._put(layout_key(digest), layout.to_json())
-        if segment.key:
+        apart = not attachable(segment, self.attach_bytes)
+        if segment.key and apart:
             sync.run(self.store.put(segment.key, segment.chunks))
         manifest = RankManifest(
             session=self.session.session,
@@ -161,7 +164,7 @@ class RankWriter:
         )
         self._put(
             manifest_key(self.worker, self.session.attempt, self.seq),
-            msgspec.json.encode(manifest),
+            msgspec.json.encode(manifest if apart else attach(manifest, segment)),
         )
         self.seq += 1
         self.pieces = []

@@ -18,6 +18,7 @@ import msgspec
 from smdist.errors import ObjectExists
 from smdist.identity import worker_name
 from smdist.manifest import RankManifest, RankState, Session, layout_key, manifest_key, segment_key
+from smdist.pipeline.attached import attach, attachable
 from smdist.storage.base import Buffer, Store
 from smdist.workers.batch import Batch
 from smdist.workers.ledger import Ledger
@@ -80,9 +81,17 @@ class Committer:
     """Owned by the uploader's loop. `launch` batches in order; `seq` is what the next one gets."""
 
     def __init__(
-        self, store: Store, session: Session, ledger: Ledger, patience: Patience, seq: int
+        self,
+        store: Store,
+        session: Session,
+        ledger: Ledger,
+        patience: Patience,
+        seq: int,
+        attach_bytes: int = 0,
     ) -> None:
         self._store, self._session = store, session
+        self._attach_bytes = attach_bytes
+        self.last_commit_at = float("-inf")  # monotonic
         self._ledger, self._patience = ledger, patience
         self._worker = worker_name(session.rank)
         self.seq = seq
@@ -136,7 +145,8 @@ class Committer:
     ) -> Batch:
         for key, data in layouts:
             await self._put(key, (data,))
-        if batch.segment.chunks:
+        apart = not attachable(batch.segment, self._attach_bytes)
+        if batch.segment.chunks and apart:
             await self._put(batch.segment.key, batch.segment.chunks)
         if before is not None:
             await asyncio.wait([before])
@@ -144,18 +154,20 @@ class Committer:
                 raise asyncio.CancelledError  # the owner meets the reason at `before`
         for described in batch.news.described:
             await self._put(described.key, (described.data,))
-        await self._put_manifest(batch, ending)
+        manifest = self._manifest(batch, ending or Ending("active", ""))
+        await self._put_manifest(manifest if apart else attach(manifest, batch.segment))
         closed = sum(entry.closed for entry in batch.segment.entries)
         self._ledger.add_stored(batch.segment.nbytes, closed)
         self._ledger.acked = batch.news.upto
+        self.last_commit_at = time.monotonic()
         return batch
 
     async def _put(self, key: str, data: tuple[Buffer, ...]) -> None:
         await self._patience.insist("writing to the store", lambda: self._store.put(key, data))
 
-    async def _put_manifest(self, batch: Batch, ending: Ending | None) -> None:
-        key = manifest_key(self._worker, self._session.attempt, batch.seq)
-        data = msgspec.json.encode(self._manifest(batch, ending or Ending("active", "")))
+    async def _put_manifest(self, manifest: RankManifest) -> None:
+        key = manifest_key(self._worker, manifest.attempt, manifest.seq)
+        data = msgspec.json.encode(manifest)
 
         async def put() -> None:
             try:

@@ -36,6 +36,8 @@ from smdist.workers.supervisor import Supervisor
 
 __all__ = ["DrySink", "Outlet", "Sink", "Whereabouts"]
 
+_ATTACH_BYTES = 48 << 10
+
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
 
@@ -213,6 +215,8 @@ class Outlet(Generic[T]):
             for key in ("linger_s", "segment_bytes", "drain_deadline_s")
             if (value := getattr(self._config, key)) is not None
         }
+        if self._config.out_dir.startswith("s3://"):  # where every object is a request
+            given["attach_bytes"] = _ATTACH_BYTES
         return UploadOptions(**given)
 
     def _say(self, message: str) -> None:

@@ -37,6 +37,7 @@ class UploadOptions(msgspec.Struct, frozen=True):
     heartbeat_s: float = 5.0
     drain_deadline_s: float = 900.0  # how long to keep trying after the training process is gone
     nice: int = 5
+    attach_bytes: int = 0  # segments up to this size may travel in their manifest
 
 
 class SpoolInfo(msgspec.Struct, frozen=True):

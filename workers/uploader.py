@@ -124,7 +124,8 @@ class Uploader:
         doorbell = Doorbell(self._spool)
         stack.callback(doorbell.close)
         stack.callback(self._arenas.close)
-        committer = Committer(store, self._info.session, ledger, self._patience, start.seq)
+        session, attach_bytes = self._info.session, self._options.attach_bytes
+        committer = Committer(store, session, ledger, self._patience, start.seq, attach_bytes)
         stack.push_async_callback(committer.close)
         self._committer = committer
         return await self._loop(journal, doorbell, committer, upto)
@@ -241,18 +242,26 @@ class Uploader:
         self._wake.set()
 
     async def _beat(self, store: Store) -> None:
-        session = self._info.session
+        """Say that the rank lives, unless a manifest has just said so."""
+        session, interval_s = self._info.session, self._options.heartbeat_s
         key = heartbeat_key(worker_name(session.rank), session.attempt)
         while not self._stopping.is_set():
-            beat = self._intake.heartbeat(time.time(), self._pending_bytes())
-            try:
-                await store.put(key, (msgspec.json.encode(beat),))
-            except Exception as error:  # noqa: BLE001 - the next one comes soon
-                self._patience.failed(key, "writing the heartbeat", error, tell=False)
-            else:
-                self._patience.succeeded(key)
+            spoken_at = self._committer.last_commit_at if self._committer else float("-inf")
+            wait_s = spoken_at + interval_s - time.monotonic()
+            if wait_s <= 0:
+                await self._put_heartbeat(store, key)
+                wait_s = interval_s
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), self._options.heartbeat_s)
+                await asyncio.wait_for(self._stopping.wait(), wait_s)
+
+    async def _put_heartbeat(self, store: Store, key: str) -> None:
+        beat = self._intake.heartbeat(time.time(), self._pending_bytes())
+        try:
+            await store.put(key, (msgspec.json.encode(beat),))
+        except Exception as error:  # noqa: BLE001 - the next one comes soon
+            self._patience.failed(key, "writing the heartbeat", error, tell=False)
+        else:
+            self._patience.succeeded(key)
 
 
 # -- the process ---------------------------------------------------------------------------------

@@ -68,6 +68,7 @@ class Follower:
         with self._refreshing:
             news = sync.run(self._loader.poll())
             self._unreadable.update(news.troubles)
+            self.reader.keep(news.attached)
             if news.collections is not None:
                 described = news.collections.collections
                 self._described = {info.name: _collection(info) for info in described}

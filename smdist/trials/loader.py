@@ -33,6 +33,7 @@ from smdist.manifest import (
     layout_key,
     manifest_key,
 )
+from smdist.pipeline.attached import settle
 from smdist.storage.base import Store
 
 __all__ = ["Loader", "News"]
@@ -46,11 +47,13 @@ _MANIFEST = re.compile(r"manifests/worker_\d+/\d+-(\d+)\.json")
 
 @dataclass
 class News:
-    """What one poll found; `troubles` are objects that could not be read and were passed over."""
+    """What one poll found. `attached` are segments that came in a manifest, by its key; `troubles`
+    are objects that could not be read and were passed over."""
 
     facts: View = field(default_factory=View)
     layouts: dict[str, Layout] = field(default_factory=dict)
     collections: Collections | None = None
+    attached: dict[str, bytes] = field(default_factory=dict)
     troubles: dict[str, str] = field(default_factory=dict)
 
 
@@ -174,6 +177,9 @@ class Loader:
         fresh.progress.saw(fresh.seq)
         if manifest is None:
             return
+        manifest, data = settle(fresh.key, manifest)
+        if data:
+            news.attached[fresh.key] = data
         add(news.facts, manifest)
         if manifest.state == "ended":
             fresh.progress.final = True

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from smdist.errors import CorruptObject
+from smdist.pipeline.attached import attached_bytes
 from smdist.pipeline.block import (
     Place,
     Spans,
@@ -91,28 +93,31 @@ class Run(Protocol):
 
 @dataclass
 class _Cache:
-    """Least recently used goes first. Touched on the event loop only."""
+    """Least recently used goes first. A string is the key of a whole manifest's segment."""
 
     limit: int
 
     def __post_init__(self) -> None:
-        self._items: OrderedDict[Range, bytes] = OrderedDict()
+        self._items: OrderedDict[Range | str, bytes] = OrderedDict()
+        self._lock = Lock()
         self._nbytes = 0
 
-    def get(self, key: Range) -> bytes | None:
-        data = self._items.get(key)
-        if data is not None:
-            self._items.move_to_end(key)
-        return data
+    def get(self, key: Range | str) -> bytes | None:
+        with self._lock:
+            data = self._items.get(key)
+            if data is not None:
+                self._items.move_to_end(key)
+            return data
 
-    def put(self, key: Range, data: bytes) -> None:
-        if key in self._items or len(data) > self.limit // 8:
-            return
-        self._items[key] = data
-        self._nbytes += len(data)
-        while self._nbytes > self.limit:
-            _, old = self._items.popitem(last=False)
-            self._nbytes -= len(old)
+    def put(self, key: Range | str, data: bytes) -> None:
+        with self._lock:
+            if key in self._items or len(data) > self.limit // 8:
+                return
+            self._items[key] = data
+            self._nbytes += len(data)
+            while self._nbytes > self.limit:
+                _, old = self._items.popitem(last=False)
+                self._nbytes -= len(old)
 
 
 class Reader:
@@ -123,6 +128,11 @@ class Reader:
         self._run = run
         self._concurrency = concurrency
         self._cache = _Cache(cache_bytes)
+
+    def keep(self, attached: Mapping[str, bytes]) -> None:
+        """Segments that came with their manifests, by the keys of these."""
+        for key, data in attached.items():
+            self._cache.put(key, data)
 
     def values(self, found: Sequence[Found]) -> list[Array]:
         """The raw tensors, checksums verified. All of `found` must have raw bytes."""
@@ -189,7 +199,7 @@ class Reader:
 
         async def read(request: Request) -> None:
             async with gate:
-                got = await self._store.get(*request.range)
+                got = await self._get(*request.range)
             if len(got) != request.range.nbytes:
                 detail = f"ends early: {len(got)} of {request.range.nbytes} bytes"
                 raise CorruptObject(self._store.url, request.range.key, "read", detail)
@@ -209,6 +219,15 @@ class Reader:
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
         return [data[want] for want in wanted]
+
+    async def _get(self, key: str, start: int, stop: int) -> bytes:
+        if not key.startswith("manifests/"):
+            return await self._store.get(key, start, stop)
+        whole = self._cache.get(key)
+        if whole is None:
+            whole = attached_bytes(await self._store.get(key))
+            self._cache.put(key, whole)
+        return whole[start:stop]
 
 
 def _batches(found: Sequence[Found]) -> Iterator[list[Found]]:

@@ -15,7 +15,7 @@ from smdist.identity import ModeKeys
 from smdist.storage import MemoryStore, sync
 from smdist.storage.base import Buffer
 from smdist.trials.catalogue import Catalogue
-from smdist.trials.reader import Range, plan_reads
+from smdist.trials.reader import Range, Reader, plan_reads
 from smdist.trials.trial import Trial
 from tests.run_builder import RunBuilder, Saved
 
@@ -216,3 +216,34 @@ def test_a_manifest_that_appears_after_its_successor_is_read_and_nothing_twice()
     trial.refresh()
     assert trial.steps() == [0, 1]
     assert store.kinds()["manifests"] == 1
+
+
+def test_what_came_with_a_manifest_needs_no_request_of_its_own() -> None:
+    store = CountingStore()
+    writer = RunBuilder(store).rank(0)
+    writer.attach_bytes = 1 << 16
+    measured = Saved(np.arange(4.0), raw=False, reductions=())
+    for step in range(3):
+        writer.step(TRAIN, step, {"loss": np.array(step / 2), "w": measured}).flush()
+    writer.step(TRAIN, 3, {"big": np.arange(100)}).end()
+    assert len(sync.run(store.list("segments/"))) == 1
+    trial = open_trial(store)
+    store.kinds()
+    losses = trial.tensor("loss").values(mode=TRAIN)
+    assert {step: float(value) for step, value in losses.items()} == {0: 0.0, 1: 0.5, 2: 1.0}
+    assert trial.tensor("w").reduction_value(1, "mean", mode=TRAIN) == 1.5
+    assert store.kinds() == {}
+    np.testing.assert_array_equal(trial.tensor("big").value(3, mode=TRAIN), np.arange(100))
+    assert store.kinds() == {"segments": 1}
+
+
+def test_an_attached_segment_that_fell_out_of_the_cache_is_read_again() -> None:
+    store = CountingStore()
+    writer = RunBuilder(store).rank(0)
+    writer.attach_bytes = 1 << 16
+    writer.step(TRAIN, 0, {"loss": np.array(0.25)}).end()
+    trial = open_trial(store)
+    trial.reader = Reader(store, sync.run)
+    store.kinds()
+    assert trial.tensor("loss").value(0, mode=TRAIN) == 0.25
+    assert store.kinds() == {"manifests": 1}

@@ -1,0 +1,60 @@
+"""A segment so small that it travels inside the manifest that names it: one put commits both.
+
+Only statistics and single numbers do, so a rank that saves nothing else costs one request per
+flush, and a trial has its values as soon as it has read the manifests. Tensors always get an
+object of their own. In such a manifest the entries name the segment "."; `settle` gives them the
+key of the manifest itself, by which `attached_bytes` finds the data again.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+import msgspec
+
+from smdist.manifest import RankManifest, StepEntry
+from smdist.pipeline.segment import Segment
+
+__all__ = ["Settled", "attach", "attachable", "attached_bytes", "settle"]
+
+_HERE = "."
+
+
+class Settled(NamedTuple):
+    """A manifest whose entries name real keys, and the segment it carried (or nothing)."""
+
+    manifest: RankManifest
+    data: bytes
+
+
+def attachable(segment: Segment, most_bytes: int) -> bool:
+    return 0 < segment.nbytes <= most_bytes and all(
+        entry.offset < 0 or prod(entry.shape) == 1
+        for layout in segment.layouts.values()
+        for entry in layout.tensors
+    )
+
+
+def attach(manifest: RankManifest, segment: Segment) -> RankManifest:
+    """`manifest` with `segment` in it. Offsets are those within the segment, as ever."""
+    steps = tuple(_renamed(entry, _HERE) if entry.segment else entry for entry in manifest.steps)
+    return msgspec.structs.replace(manifest, steps=steps, attached=b"".join(segment.chunks))
+
+
+def settle(key: str, manifest: RankManifest) -> Settled:
+    """What a manifest read from `key` means."""
+    if not manifest.attached:
+        return Settled(manifest, b"")
+    steps = tuple(_renamed(e, key) if e.segment == _HERE else e for e in manifest.steps)
+    bare = msgspec.structs.replace(manifest, steps=steps, attached=b"")
+    return Settled(bare, manifest.attached)
+
+
+def attached_bytes(data: bytes) -> bytes:
+    """The segment in a stored manifest."""
+    return msgspec.json.decode(data, type=RankManifest).attached
+
+
+def _renamed(entry: StepEntry, segment: str) -> StepEntry:
+    return msgspec.structs.replace(entry, segment=segment)

@@ -127,3 +127,12 @@ def test_environment_variables_are_all_listed() -> None:
     told = (REPOSITORY / "docs" / "limits.md").read_text()
     assert used, "found none: is the pattern right?"
     assert {name for name in used if name not in told} == set()
+
+
+def test_the_format_names_every_key_of_a_run() -> None:
+    from smdist import manifest
+
+    keys = re.findall(r"^    ([\w<]\S*\.\w+)  ", manifest.__doc__ or "", re.MULTILINE)
+    assert len(keys) >= 7
+    told = (REPOSITORY / "docs" / "format.md").read_text()
+    assert [key for key in keys if key not in told] == []

@@ -32,8 +32,11 @@ class Saved(NamedTuple):
     name: str
 
 
-def audit(out_dir: Path) -> dict[Saved, int]:
-    """Everything in the store with its checksum; fails on whatever is torn, doubled or unnamed."""
+def audit(out_dir: Path, *, uploaders_died: bool = False) -> dict[Saved, int]:
+    """Everything in the store with its checksum; fails on whatever is torn, doubled or unnamed.
+
+    An uploader that was killed may leave a segment that no manifest names.
+    """
     found: dict[Saved, int] = {}
     named: set[str] = set()
     for worker in sorted((out_dir / "manifests").glob("*")):

@@ -25,10 +25,16 @@ REPOSITORY = Path(__file__).parents[2]
 TRAIN = "train(order)"
 
 
-def until(condition: Callable[[], object], what: str, timeout_s: float = 60.0) -> None:
+def until(
+    condition: Callable[[], object],
+    what: str,
+    timeout_s: float = 60.0,
+    about: Callable[[], object] = lambda: "",
+) -> None:
+    """`about` is asked when time is up, and put into the message."""
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout_s} s for: {what}"
+        assert time.monotonic() < deadline, f"waited {timeout_s} s for: {what}; {about()}"
         time.sleep(0.002)
 
 
@@ -53,7 +59,12 @@ class Started:
         return self._launcher.exited.get(self.pid)
 
     def wait(self, timeout_s: float = 60.0) -> int:
-        until(lambda: self.code is not None, f"process {self.pid} to end; {self!r}", timeout_s)
+        until(
+            lambda: self.code is not None,
+            f"process {self.pid} to end",
+            timeout_s,
+            lambda: (self, self.marks()[-1:]),
+        )
         assert self.code is not None
         return self.code
 
@@ -83,8 +94,9 @@ class Started:
     def wait_for(self, mark: str, timeout_s: float = 60.0) -> None:
         until(
             lambda: mark in self.marks() or self.code is not None,
-            f"{mark!r} of process {self.pid}; {self!r}",
+            f"{mark!r} of process {self.pid}",
             timeout_s,
+            lambda: (self, self.marks()[-1:]),
         )
 
     @property
@@ -179,7 +191,7 @@ def uploaders(spool: Path) -> list[int]:
 
 def drained(root: Path, timeout_s: float = 60.0) -> None:
     """Wait until every uploader of this spool root has stored everything and removed its spool."""
-    until(lambda: not spools(root), f"the uploaders to empty {root}: {spools(root)}", timeout_s)
+    until(lambda: not spools(root), f"uploaders to empty {root}", timeout_s, lambda: spools(root))
 
 
 @contextlib.contextmanager

@@ -60,7 +60,7 @@ def spool_of(root: Path, started: Started) -> Path:
         found[:] = [path for path in spools(root) if f"-{started.pid}-" in path.name]
         return bool(found)
 
-    until(there, f"the spool of {started!r}")
+    until(there, "the spool", about=lambda: started)
     return found[0]
 
 
@@ -106,9 +106,9 @@ def test_killed_uploaders(launcher: Launcher, tmp_path: Path) -> None:
             if rows[which] >= MOST_IN_A_ROW:
                 until(lambda: ledger.acked > acked[which], "progress")  # noqa: B023
                 continue
-        until(lambda: uploaders(spool), f"another uploader; {started!r}")  # noqa: B023
+        until(lambda: uploaders(spool), "another uploader", about=lambda: started)  # noqa: B023
         if chance.random() < 0.8:  # else while it starts
-            until(lambda: uploader_of(spool), f"the uploader to say so; {started!r}")  # noqa: B023
+            until(lambda: uploader_of(spool), "it to begin", about=lambda: started)  # noqa: B023
         time.sleep(chance.uniform(0.0, 0.1))  # a moment, not a synchronisation
         for pid in uploaders(spool):
             kill(pid)
@@ -123,7 +123,7 @@ def test_killed_uploaders(launcher: Launcher, tmp_path: Path) -> None:
     for started in ranks:
         assert started.wait() == 0, repr(started)
     drained(root)
-    found = audit(out_dir)
+    found = audit(out_dir, uploaders_died=True)
     with create_trial(out_dir) as trial:
         assert trial.loaded_all_steps
         assert trial.workers() == ["worker_0", "worker_1"]
@@ -170,20 +170,21 @@ def test_both_killed_and_recovered(launcher: Launcher, tmp_path: Path, first: st
         started.kill()
         assert started.wait() == -signal.SIGKILL
         assert not uploaders(spool)
-    left = len(spools(root))
+    left = spools(root)
     assert left, "all of them were quicker than the kill: nothing was tried"
-    command = [sys.executable, "-c", "from smdist.cli import main; main()", "recover"]
+    # By name: without names it would also send what others have left on this machine.
+    command = [sys.executable, "-c", "from smdist.cli import main; main()", "recover", *left]
     done = subprocess.run(
         command,
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "SMDIST_SPOOL_DIR": str(root)},
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("(lost: ") == left, done.stdout
+    assert done.stdout.count("(lost: ") == len(left), done.stdout
     assert not list(root.rglob("*")), "something stayed in the spool"
-    audit(out_dir)
+    audit(out_dir, uploaders_died=True)
     with create_trial(out_dir) as trial:
         assert trial.loaded_all_steps
         for rank, started in enumerate(ranks):

@@ -7,9 +7,8 @@ the capture.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from typing_extensions import Self
@@ -17,16 +16,14 @@ from typing_extensions import Self
 from smdist.collection import Collection, CollectionKeys
 from smdist.config import HookConfig
 from smdist.errors import ConfigurationError, DrainTimeout
-from smdist.identity import ModeKeys, worker_name
+from smdist.identity import ModeKeys
 from smdist.manifest import CollectionInfo, Collections, collections_key
-from smdist.planning import NEVER, Planner
+from smdist.planning import NEVER
 from smdist.workers import lifecycle
-from smdist.workers.capture import Usage
-from smdist.workers.mishaps import Mishaps
-from smdist.workers.outlet import Outlet, Sink, Whereabouts
-from smdist.workers.recorder import Recorder
-from smdist.workers.script_values import Reading, ScriptValues
-from smdist.workers.steps import AT_ONCE, StepClock
+from smdist.workers.hook_parts import HookParts
+from smdist.workers.outlet import Sink, Whereabouts
+from smdist.workers.script_values import Reading
+from smdist.workers.steps import AT_ONCE
 
 __all__ = ["CLOSE_TIMEOUT_S", "BaseHook"]
 
@@ -36,7 +33,7 @@ H = TypeVar("H", bound="BaseHook[Any]")
 CLOSE_TIMEOUT_S = 600.0
 
 
-class BaseHook(Generic[T]):
+class BaseHook(HookParts[T]):
     """See the framework's own class for construction and registering."""
 
     def _set_up(
@@ -47,17 +44,8 @@ class BaseHook(Generic[T]):
         where: Whereabouts,
         close_timeout_s: float,
     ) -> None:
-        self._config, self._close_timeout_s = config, close_timeout_s
-        self._log = logging.getLogger("smdist")
-        self._active = lifecycle.enabled()
-        self._described = False
-        self._manager = config.build_manager(collection_type)
-        self._planner = Planner(config, self._manager)
-        self._clock = StepClock()
-        self._mishaps = Mishaps(config.on_error, self._log)
-        self._outlet: Outlet[T] = Outlet(config, where, reading.host, self._log)
-        self._recorder: Recorder[T] = Recorder(reading.describe)
-        self._values = ScriptValues(reading, self._clock, self._planner, self._recorder, self._sink)
+        self._close_timeout_s = close_timeout_s
+        self._put_together(config, reading, collection_type, where)
         if not self._active:
             return
         self._outlet.check()
@@ -79,18 +67,6 @@ class BaseHook(Generic[T]):
 
     def _uninstall(self) -> None:
         """Leave everything as it was before registering."""
-
-    # -- collections --------------------------------------------------------------------------
-
-    def get_collection(self, name: str, create: bool = True) -> Collection:
-        """The collection of that name, created if it is missing; changes hold from the next step."""
-        return self._manager.get(name, create)
-
-    def get_collections(self) -> dict[str, Collection]:
-        return self._manager.get_collections()
-
-    def add_collection(self, collection: Collection | str) -> None:
-        self._manager.add(collection)
 
     # -- steps --------------------------------------------------------------------------------
 
@@ -193,40 +169,6 @@ class BaseHook(Generic[T]):
             self._values.save(name, value, collections, scalar)
         except Exception as error:  # noqa: BLE001 (the policy decides)
             self._mishaps.handle(error, f"saving {name}")
-
-    # -- questions ----------------------------------------------------------------------------
-
-    @property
-    def out_dir(self) -> str:
-        return self._config.out_dir
-
-    @property
-    def worker(self) -> str:
-        """Which worker this process is; may change until something is saved."""
-        return worker_name(self._outlet.identity.rank)
-
-    @property
-    def mode(self) -> ModeKeys:
-        return self._clock.mode
-
-    @property
-    def mode_steps(self) -> dict[ModeKeys, int]:
-        """The last step that began, by mode; -1 where none did."""
-        return self._clock.mode_steps
-
-    @property
-    def global_step(self) -> int:
-        return self._clock.step
-
-    @property
-    def errors(self) -> int:
-        """How many errors of smdist's own this job was not bothered with."""
-        return self._mishaps.count
-
-    def usage(self) -> Usage | None:
-        """Bytes and steps captured, stored and dropped; None while nothing was saved."""
-        capture = self._outlet.capture
-        return None if capture is None else capture.usage()
 
     # -- across processes ---------------------------------------------------------------------
 

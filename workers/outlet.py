@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, TypeVar, cast
@@ -23,7 +23,7 @@ from smdist.config import HookConfig
 from smdist.identity import StepRef, worker_name
 from smdist.manifest import Session
 from smdist.storage import check_writable, open_store
-from smdist.workers.capture import Capture, CaptureLimits
+from smdist.workers.capture import Capture, CaptureLimits, Usage
 from smdist.workers.enrol import Enrolment, check_place, enrol, saves
 from smdist.workers.host import Host
 from smdist.workers.memory import choose_spool, default_buffer_bytes, read_memory
@@ -85,10 +85,21 @@ class Whereabouts(msgspec.Struct, frozen=True):
     spool_dir: str | None = None
 
 
+class _UploaderGoneError(Exception):
+    pass
+
+
 class Outlet(Generic[T]):
     def __init__(
-        self, config: HookConfig, where: Whereabouts, host: Host[T], log: logging.Logger
+        self,
+        config: HookConfig,
+        where: Whereabouts,
+        host: Host[T],
+        log: logging.Logger,
+        trouble: Callable[[str], None],
     ) -> None:
+        """`trouble` is told what the uploader's watcher has to report, on a thread of its own."""
+        self._trouble = trouble
         self._config, self._where, self._host, self._log = config, where, host, log
         self._state: Literal["waiting", "nowhere", "open", "closed"] = "waiting"
         self._identity: Identity | None = None
@@ -174,7 +185,7 @@ class Outlet(Generic[T]):
             on_full=cast("Literal['block', 'drop']", config.on_full),
         )
         capture = Capture(spool, self._host, limits, self._say)
-        self._supervisor = Supervisor(spool, trouble=capture.trouble)
+        self._supervisor = Supervisor(spool, trouble=self._trouble)
         self._supervisor.start()
         return capture
 
@@ -231,8 +242,7 @@ class Outlet(Generic[T]):
         if capture is None:
             return ""
         capture.end(reason)
-        with closing(DrainProgress(self._worker, self._log)) as progress:
-            drained = capture.drain(timeout_s, progress)
+        drained = self._drain(capture, supervisor, timeout_s)
         usage = capture.usage()
         capture.close()
         if drained:
@@ -240,10 +250,29 @@ class Outlet(Generic[T]):
                 supervisor.join(5.0)  # it only removes its spool now
             return ""
         left = max(usage.captured_bytes - usage.stored_bytes, 0)
+        text = f"{self._worker}: {left} bytes in {usage.pending_records} records"
+        if supervisor is not None and not supervisor.running:
+            return (
+                f"{text} wait in the spool, as no uploader could be kept running; "
+                "store them with `smdist recover`"
+            )
         return (
-            f"{self._worker}: {left} bytes in {usage.pending_records} records were "
-            f"not in {self._config.out_dir} after {timeout_s:.0f} s; the uploader goes on by itself"
+            f"{text} were not in {self._config.out_dir} after {timeout_s:.0f} s; the uploader goes "
+            "on by itself"
         )
+
+    def _drain(self, capture: Capture[T], supervisor: Supervisor | None, timeout_s: float) -> bool:
+        with closing(DrainProgress(self._worker, self._log)) as progress:
+
+            def watch(usage: Usage, trouble: str) -> None:
+                if supervisor is not None and not supervisor.running:
+                    raise _UploaderGoneError
+                progress(usage, trouble)
+
+            try:
+                return capture.drain(timeout_s, watch)
+            except _UploaderGoneError:  # or it finished while we looked
+                return capture.usage().pending_records == 0
 
     def abandon(self) -> None:
         """In a forked child: the session is the parent's. Nothing of it is touched."""

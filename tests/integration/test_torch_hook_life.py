@@ -1,0 +1,420 @@
+"""The life of a PyTorch hook: construction, errors, copies, forks, ends."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import smdist.pytorch as smd
+from smdist.errors import (
+    ConfigurationError,
+    InvalidCollectionConfiguration,
+    RunExists,
+    StoreError,
+)
+from smdist.workers import outlet, torch_parameters
+from smdist.workers.supervisor import Supervisor
+from tests.integration.torch_jobs import ALL, Net, hooked, read, train
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def state_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
+    parameters: list[Any] = list(net.parameters())
+    return [
+        *(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in net.modules()),
+        *(len(p._post_accumulate_grad_hooks or ()) for p in parameters),
+        len(optimizer._optimizer_step_pre_hooks),
+        len(optimizer._optimizer_step_post_hooks),
+    ]
+
+
+@pytest.mark.parametrize("step_on", ["forward", "optimizer", "manual"])
+def test_close_leaves_everything_as_it_was(tmp_path: Path, step_on: Any) -> None:
+    net, loss = Net(), nn.MSELoss()
+    optimizer = torch.optim.Adam(net.parameters())
+    before = state_of(net, optimizer)
+    with hooked(tmp_path / "run", save_all=True) as hook:
+        hook.register_module(net, step_on=step_on)
+        hook.register_loss(loss)
+        hook.register_optimizer(optimizer)
+        train(net, 2, loss, optimizer)
+        assert state_of(net, optimizer) != before
+        hook.close()
+        hook.close()
+        assert state_of(net, optimizer) == before
+        assert not loss._forward_hooks
+        train(net, 2, loss, optimizer)
+        hook.save_scalar("late", 1)
+        hook.register_module(net)
+        hook.step()
+    assert state_of(net, optimizer) == before
+    trial = read(tmp_path / "run")
+    assert trial.loaded_all_steps
+    assert not trial.has_tensor("scalar/late")
+
+
+def test_copies_and_pickles_of_a_model_are_free_of_the_hook(tmp_path: Path) -> None:
+    net = Net()
+    with hooked(tmp_path / "run", save_all=True) as hook:
+        hook.register_module(net)
+        loss = net(torch.randn(1, 4)).sum()  # in the middle of a recorded step
+        buffer = io.BytesIO()
+        torch.save(net, buffer)
+        buffer.seek(0)
+        clones = [
+            copy.deepcopy(net),
+            pickle.loads(pickle.dumps(net)),
+            torch.load(buffer, weights_only=False),
+        ]
+        loss.backward()
+        for clone in clones:
+            clone(torch.randn(1, 4)).sum().backward()
+        assert hook.global_step == 0
+    assert read(tmp_path / "run").steps() == [0]
+
+
+def test_nothing_happens_when_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("USE_SMDIST", "USE_SMDEBUG"):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, "0")
+            net = Net()
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            before = state_of(net, optimizer)
+            with hooked(tmp_path / "run", save_all=True) as hook:
+                hook.register_module(net)
+                hook.register_loss(nn.MSELoss())
+                hook.register_optimizer(optimizer)
+                hook.get_collection("weights").include("x")
+                assert state_of(net, optimizer) == before
+                train(net, 2, optimizer=optimizer)
+                hook.save_scalar("x", 1)
+                hook.save_tensor("y", torch.ones(1))
+                hook.set_mode(smd.modes.EVAL)
+                hook.step()
+            assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_plans_and_writes_nothing(tmp_path: Path) -> None:
+    net = Net()
+    with hooked(tmp_path / "run", save_all=True, dry_run=True) as hook:
+        hook.register_module(net)
+        train(net, 2)
+        hook.save_scalar("x", 1)
+        sink: Any = hook._outlet.open()
+        assert sink.tensors > 20
+        assert hook.usage() is None
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_place_that_holds_a_run_is_refused_when_the_hook_is_built(tmp_path: Path) -> None:
+    program = f"""
+import torch, smdist.pytorch as smd
+hook = smd.Hook({str(tmp_path / "run")!r})
+hook.save_scalar("x", 1)
+hook.step()
+hook.close()
+"""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+    with pytest.raises(RunExists, match="resume=True"):
+        smd.Hook(tmp_path / "run", rank=0, world_size=1)
+    with pytest.raises(RunExists, match="resume=True"):
+        smd.Hook(tmp_path / "run")
+    with hooked(tmp_path / "run", resume=True) as hook:
+        hook.save_scalar("x", 2)
+        hook.step()
+    trial = read(tmp_path / "run")
+    assert len(trial.attempts()) == 2
+    assert int(trial.tensor("scalar/x").value(0)) == 2
+
+
+def test_an_unwritable_place_is_refused_when_the_hook_is_built(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises((ConfigurationError, StoreError)):
+        smd.Hook(tmp_path / "file" / "run", rank=0, world_size=1)
+    # A rank that does not save has no business there.
+    smd.Hook(tmp_path / "file" / "run", rank=1, world_size=2).close()
+
+
+def test_wrong_settings_are_refused_when_the_hook_is_built(tmp_path: Path) -> None:
+    for wrong in (
+        {"on_full": "explode"},
+        {"stage_gradients": "later"},
+        {"include_regex": "("},
+        {"include_workers": "some"},
+        {"save_config": {"save_interval": 0}},
+        {"rank": 5, "world_size": 2},
+    ):
+        with pytest.raises(ConfigurationError):
+            smd.Hook(tmp_path / "run", **wrong)
+    with hooked(tmp_path / "run") as hook:
+        for call in (hook.register_module, hook.register_loss, hook.register_optimizer):
+            with pytest.raises(ConfigurationError):
+                call("no module")  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError):
+            hook.set_mode("train")  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError, match="step_on"):
+            hook.register_module(Net(), step_on="epoch")  # type: ignore[arg-type]
+
+
+def test_a_collection_that_can_match_nothing_is_an_error_whatever_the_policy(
+    tmp_path: Path,
+) -> None:
+    net = Net()
+    hook = smd.Hook(tmp_path / "run", include_collections=["mine"])
+    hook.register_module(net)
+    with pytest.raises(InvalidCollectionConfiguration, match="mine"):
+        net(torch.randn(1, 4))
+    hook.close()
+
+
+def test_errors_of_ours_do_not_stop_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(_: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("broken on purpose")
+
+    net = Net()
+    with hooked(tmp_path / "run", include_collections=ALL, on_error="warn") as hook:
+        hook.register_module(net)
+        train(net, 1)
+        with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "smdist"):
+            patch.setattr(torch_parameters, "readable", broken)
+            train(net, 3)
+        assert hook.errors == 3
+        assert sum("broken on purpose" in record.message for record in caplog.records) <= 3
+        hook.save_scalar("wrong", torch.ones(3))
+        train(net, 1)
+        assert hook.errors == 4
+    trial = read(tmp_path / "run")
+    troubles = "\n".join(text for texts in trial.troubles().values() for text in texts)
+    assert "broken on purpose" in troubles
+    assert "scalar/wrong" in troubles
+    assert trial.tensor("Net_fc1.weight").steps() == [0, 4]
+
+
+def test_errors_of_ours_are_raised_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("broken on purpose")
+
+    net = Net()
+    with hooked(tmp_path / "run", include_collections=["weights"]) as hook:
+        hook.register_module(net)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch_parameters, "readable", broken)
+            with pytest.raises(RuntimeError, match="on purpose"):
+                net(torch.randn(1, 4))
+        with pytest.raises(ValueError, match="one number"):
+            hook.save_scalar("wrong", torch.ones(3))
+
+
+def test_counters_go_on_after_a_restart(tmp_path: Path) -> None:
+    net = Net()
+    with hooked(tmp_path / "one", include_collections=["weights"]) as hook:
+        hook.register_module(net)
+        train(net, 3)
+        state = hook.state_dict()
+    with hooked(tmp_path / "two", include_collections=["weights"]) as hook:
+        hook.load_state_dict(state)
+        hook.register_module(net)
+        train(net, 2)
+        assert hook.global_step == 4
+    assert read(tmp_path / "two").steps() == [3, 4]
+
+
+def test_a_forked_child_is_silent(tmp_path: Path) -> None:
+    net = Net()
+    with hooked(tmp_path / "run", save_all=True) as hook:
+        hook.register_module(net)
+        train(net, 2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # forking beside threads is what data loaders do
+            child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                net(torch.randn(1, 4))
+                hook.save_scalar("child", 1)
+                hook.close()
+                code = 2 if any(m._forward_pre_hooks for m in net.modules()) else 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        train(net, 2)
+    trial = read(tmp_path / "run")
+    assert trial.steps() == [0, 1, 2, 3]
+    assert not trial.has_tensor("scalar/child")
+
+
+def test_data_loader_workers_do_not_disturb(tmp_path: Path) -> None:
+    program = f"""
+import torch, smdist.pytorch as smd
+from torch.utils.data import DataLoader
+from tests.integration.torch_jobs import Net
+net = Net()
+hook = smd.Hook({str(tmp_path / "run")!r}, save_config=smd.SaveConfig(save_interval=1), save_all=True,
+                on_error="raise")
+hook.register_module(net)
+for epoch in range(2):
+    for batch in DataLoader(torch.randn(8, 4), batch_size=2, num_workers=2):
+        net(batch).sum().backward()
+"""
+    run(program)
+    trial = read(tmp_path / "run")
+    assert trial.steps() == list(range(8))
+    assert trial.loaded_all_steps
+
+
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_a_process_that_fails_leaves_its_step_open_and_says_why(tmp_path: Path) -> None:
+    program = f"""
+import torch, smdist.pytorch as smd
+from tests.integration.torch_jobs import Net
+def main():
+    net = Net()
+    hook = smd.Hook({str(tmp_path / "run")!r}, save_config=smd.SaveConfig(save_interval=1),
+                    include_collections=["weights", "gradients"])
+    hook.register_module(net)
+    net(torch.randn(1, 4)).sum().backward()
+    net(torch.randn(1, 4))
+    raise ArithmeticError("diverged")
+main()
+"""
+    done = run(program)
+    assert done.returncode == 1
+    assert "diverged" in done.stderr
+    trial = read(tmp_path / "run")
+    assert trial.steps() == [0]
+    assert trial.steps(show_incomplete_steps=True) == [0, 1]
+    assert trial.tensor("Net_fc1.weight").value(1).shape == (8, 4)
+    report = trial.ranks()[0]
+    assert "ArithmeticError: diverged" in str(report)
+
+
+def test_a_process_that_just_ends_has_stored_everything(tmp_path: Path) -> None:
+    program = f"""
+import torch, smdist.pytorch as smd
+from tests.integration.torch_jobs import Net, train
+def main():
+    net = Net()
+    hook = smd.Hook({str(tmp_path / "run")!r}, save_config=smd.SaveConfig(save_interval=1),
+                    include_collections=["weights", "gradients"])
+    hook.register_module(net)
+    train(net, 5)
+main()
+"""
+    done = run(program)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    trial = read(tmp_path / "run")
+    assert trial.steps() == [0, 1, 2, 3, 4]
+    assert trial.loaded_all_steps
+
+
+def test_a_block_that_fails_ends_the_run_with_its_reason(tmp_path: Path) -> None:
+    net = Net()
+    hook = smd.Hook(tmp_path / "run", save_config=smd.SaveConfig(save_interval=1), save_all=True)
+
+    def fail() -> None:
+        with hook:
+            hook.register_module(net)
+            net(torch.randn(1, 4))
+            raise ArithmeticError("diverged")
+
+    with pytest.raises(ArithmeticError):
+        fail()
+    trial = read(tmp_path / "run")
+    assert trial.steps() == []
+    assert trial.steps(show_incomplete_steps=True) == [0]
+
+
+def test_close_does_not_wait_for_an_uploader_that_cannot_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    useless = partial(Supervisor, python="/bin/false", most_rapid_deaths=2)
+    monkeypatch.setattr(outlet, "Supervisor", useless)
+    net = Net()
+    hook = smd.Hook(tmp_path / "run", spool_dir=tmp_path / "spool", include_collections=["weights"])
+    hook.register_module(net)
+    net(torch.randn(1, 4))
+    hook.close(timeout=100)
+    assert "smdist recover" in caplog.text
+    assert not net._forward_pre_hooks
+
+
+def test_a_hook_from_a_configuration_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "hook.json"
+    file.write_text(
+        json.dumps(
+            {
+                "LocalPath": str(tmp_path / "run"),
+                "HookParameters": {"save_interval": "2", "on_error": "raise"},
+                "CollectionConfigurations": [{"CollectionName": "weights"}],
+            }
+        )
+    )
+    monkeypatch.setenv("SMDEBUG_CONFIG_FILE_PATH", str(file))
+    assert smd.get_hook() is None
+    hook = smd.get_hook(create_if_not_exists=True)
+    assert hook is not None
+    assert smd.get_hook() is hook
+    smd.del_hook()
+    net = Net()
+    hook.register_hook(net)
+    train(net, 3)
+    hook.close()
+    assert read(tmp_path / "run").tensor("Net_fc1.weight").steps() == [0, 2]
+    smd.set_hook(hook)
+    assert smd.get_hook() is hook
+    smd.del_hook()
+
+
+def test_tensorboard_is_not_promised_silently(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with hooked(tmp_path / "run", export_tensorboard=True):
+        pass
+    assert "export_tensorboard" in caplog.text
+
+
+def test_what_people_ask_a_hook(tmp_path: Path) -> None:
+    net = Net()
+    with hooked(tmp_path / "run", include_collections=["weights"]) as hook:
+        assert hook.out_dir == str(tmp_path / "run")
+        assert hook.mode is smd.modes.GLOBAL
+        assert hook.worker == "worker_0"
+        assert hook.usage() is None
+        hook.register_module(net)
+        train(net, 2)
+        usage = hook.usage()
+        assert usage is not None
+        assert usage.captured_bytes > 0
+        assert hook.mode_steps[smd.modes.GLOBAL] == 1

@@ -405,7 +405,6 @@ def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("nul\0", "give a path"),
         ("gs://bucket/x", "not gs://"),
         ("file://host/x", "another machine"),
-        ("s3://bucket/x", r"pip install 'smdist\[s3\]'"),
     ],
 )
 def test_places_that_are_none(url: str, message: str) -> None:

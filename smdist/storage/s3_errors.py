@@ -1,0 +1,243 @@
+"""What an S3 request that failed means, and what to tell the user.
+
+`classify` sorts whatever the SDK raises into a Fault; `refusal` makes the StoreError of it, with
+bucket, key, operation and remedy. Texts are ours: a server's own words are quoted only for codes
+that we do not know, and no text holds a credential.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import aiohttp
+import botocore.exceptions as sdk
+
+from smdist.errors import ObjectNotFound, StoreError, StoreForbidden, StoreFull
+from smdist.storage.s3_settings import S3Location
+
+__all__ = ["Fault", "Kind", "RequestFailed", "classify", "refusal"]
+
+Kind = Literal[
+    "missing",  # no such key
+    "exists",  # a condition did not hold
+    "range",  # starts behind the end
+    "no_upload",  # that multipart upload is over
+    "full",
+    "denied",  # asking again gives the same answer
+    "expired",  # credentials; newer ones may be there
+    "throttled",
+    "unreachable",  # the request never arrived
+    "transient",  # it may have arrived
+]
+
+_KINDS: dict[str, Kind] = {
+    "NoSuchKey": "missing",
+    "PreconditionFailed": "exists",
+    "InvalidRange": "range",
+    "NoSuchUpload": "no_upload",
+    "QuotaExceeded": "full",
+    "XMinioStorageFull": "full",
+    "XMinioBackendDown": "transient",
+    "ConditionalRequestConflict": "transient",
+    "OperationAborted": "transient",
+    "RequestTimeout": "transient",
+    "RequestTimeoutException": "transient",
+    "IncompleteBody": "transient",
+    "InternalError": "transient",
+    "BadDigest": "transient",
+    "SlowDown": "throttled",
+    "ServiceUnavailable": "throttled",
+    "Throttling": "throttled",
+    "ThrottlingException": "throttled",
+    "ThrottledException": "throttled",
+    "RequestThrottled": "throttled",
+    "RequestThrottledException": "throttled",
+    "RequestLimitExceeded": "throttled",
+    "TooManyRequests": "throttled",
+    "TooManyRequestsException": "throttled",
+    "BandwidthLimitExceeded": "throttled",
+    "ExpiredToken": "expired",
+    "ExpiredTokenException": "expired",
+    "TokenRefreshRequired": "expired",
+    "RequestExpired": "expired",
+}
+_STATUS: dict[int, Kind] = {
+    404: "missing",
+    408: "transient",
+    412: "exists",
+    416: "range",
+    429: "throttled",
+    503: "throttled",
+    507: "full",
+}
+_SECRET_KEY = "check AWS_SECRET_ACCESS_KEY or the secret in the profile"
+_REGION = "the bucket is in another region; set AWS_REGION or ?region="
+_REMEDIES = {
+    "NoSuchBucket": "there is no such bucket; create it, or correct the name in the s3:// URL",
+    "InvalidBucketName": "no server would have a bucket of that name; correct the s3:// URL",
+    "SignatureDoesNotMatch": f"the secret access key is not the one of this access key; {_SECRET_KEY}",
+    "InvalidAccessKeyId": (
+        "the server does not know this access key; check AWS_ACCESS_KEY_ID or the profile, and "
+        "whether the endpoint is the right one"
+    ),
+    "InvalidToken": "the session token is wrong; set AWS_SESSION_TOKEN anew or unset it",
+    "AuthorizationHeaderMalformed": _REGION,
+    "PermanentRedirect": _REGION,
+    "IllegalLocationConstraintException": _REGION,
+    "RequestTimeTooSkewed": "the clock of this machine is wrong; set it",
+    "NoCredentialsError": (
+        "there are no AWS credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
+        "AWS_PROFILE, or give the machine a role"
+    ),
+    "PartialCredentialsError": (
+        "the AWS credentials are incomplete; set both AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+    ),
+    "ProfileNotFound": "there is no such AWS profile; check AWS_PROFILE or ?profile=",
+}
+_RIGHTS = {
+    "put": "s3:PutObject (and s3:AbortMultipartUpload)",
+    "write": "s3:PutObject",
+    "get": "s3:GetObject, and s3:ListBucket to tell what is missing from what is forbidden",
+    "list": "s3:ListBucket",
+    "delete": "s3:DeleteObject",
+    "sweep": "s3:ListBucketMultipartUploads and s3:AbortMultipartUpload",
+}
+_DENIED = {"AccessDenied", "AllAccessDisabled", "AccountProblem", "Forbidden", "403", "401"}
+_CREDENTIALS = (
+    sdk.NoCredentialsError,
+    sdk.PartialCredentialsError,
+    sdk.ProfileNotFound,
+)
+_UNREACHABLE = (
+    sdk.EndpointConnectionError,
+    sdk.ConnectTimeoutError,
+    sdk.ProxyConnectionError,
+    aiohttp.ClientConnectorError,
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    kind: Kind
+    code: str  # the server's, or the name of the SDK's exception
+    detail: str = ""
+    pause_s: float = 0.0  # at least, as the server asks
+
+    @property
+    def retryable(self) -> bool:
+        return self.kind in ("expired", "throttled", "unreachable", "transient")
+
+
+class RequestFailed(Exception):
+    """Between the modules of this store. `unsure`: an earlier attempt may have had its effect."""
+
+    def __init__(self, fault: Fault, error: BaseException, *, attempts: int, unsure: bool) -> None:
+        super().__init__(fault.code)
+        self.fault, self.error, self.attempts, self.unsure = fault, error, attempts, unsure
+
+
+def classify(error: BaseException) -> Fault | None:
+    """None: not of the network or the server, but a mistake of ours."""
+    name = type(error).__name__
+    if isinstance(error, sdk.ClientError):
+        return _answer(error.response)
+    if isinstance(error, _CREDENTIALS):
+        return Fault("denied", name)
+    if isinstance(error, (sdk.CredentialRetrievalError, sdk.MetadataRetrievalError)):
+        return Fault("expired", name)
+    if isinstance(error, (sdk.SSLError, aiohttp.ClientSSLError)):
+        return Fault("unreachable", "SSLError")
+    if isinstance(error, _UNREACHABLE):
+        return Fault("unreachable", name, _reason(error))
+    if isinstance(
+        error, (sdk.HTTPClientError, sdk.ResponseStreamingError, sdk.IncompleteReadError)
+    ):
+        return Fault("transient", name)
+    if isinstance(error, (sdk.ResponseParserError, aiohttp.ClientError)):
+        return Fault("transient", name)
+    if isinstance(error, (asyncio.TimeoutError, TimeoutError, OSError)):
+        return Fault("transient", name, _reason(error))
+    if isinstance(error, (sdk.BotoCoreError, ValueError)):
+        return Fault("denied", name, _short(str(error)))
+    return None
+
+
+def _answer(response: Any) -> Fault:
+    error, meta = response.get("Error", {}), response.get("ResponseMetadata", {})
+    code, status = str(error.get("Code", "")), int(meta.get("HTTPStatusCode", 0))
+    kind = _KINDS.get(code)
+    if kind is None and code in ("", str(status)):  # an answer without a body
+        kind = _STATUS.get(status)
+    if kind is None:
+        kind = "transient" if status >= 500 or not status else "denied"
+        kind = _STATUS.get(status, kind) if status in (429, 503, 507) else kind
+    pause = str(meta.get("HTTPHeaders", {}).get("retry-after", ""))
+    pause_s = float(pause) if pause.isdigit() else 0.0
+    return Fault(kind, code or str(status), _short(str(error.get("Message", ""))), pause_s)
+
+
+def refusal(
+    location: S3Location, endpoint: str, key: str, operation: str, failed: RequestFailed
+) -> StoreError:
+    fault = failed.fault
+    text = _text(location, endpoint, operation, fault)
+    if failed.attempts > 1:
+        text += f" ({failed.attempts} attempts)"
+    if fault.kind == "missing" and operation == "get":
+        return ObjectNotFound(location.url, key, operation)
+    if fault.kind == "full":
+        return StoreFull(location.url, key, operation, text)
+    if fault.kind in ("denied", "expired"):
+        return StoreForbidden(location.url, key, operation, text)
+    return StoreError(location.url, key, operation, text)
+
+
+def _text(location: S3Location, endpoint: str, operation: str, fault: Fault) -> str:
+    bucket = f"bucket {location.bucket!r} at {_host(endpoint)}"
+    if fault.code in _REMEDIES:
+        return f"{bucket}: {fault.code}: {_REMEDIES[fault.code]}"
+    if fault.code in _DENIED:
+        rights = _RIGHTS.get(operation, "more rights")
+        return f"{bucket}: {fault.code}: these credentials may not do that; they need {rights}"
+    if fault.code == "SSLError":
+        return f"{_host(endpoint)}: no secure connection; check the certificate or AWS_CA_BUNDLE"
+    if fault.kind == "unreachable":
+        why = f" ({fault.detail})" if fault.detail else ""
+        return f"{_host(endpoint)} cannot be reached{why}; check the endpoint and the network"
+    if fault.kind == "expired":
+        return f"{bucket}: {fault.code}: the credentials have expired and there are no newer; renew them"
+    if fault.kind == "full":
+        return f"{bucket}: {fault.code}: there is no room left; free some or raise the quota"
+    if fault.kind == "throttled":
+        return f"{bucket}: {fault.code}: the server asks for fewer requests"
+    if fault.kind == "transient":
+        why = f" ({fault.detail})" if fault.detail else ""
+        return f"{bucket}: {fault.code}{why}: the server or the network failed"
+    return f"{bucket}: {fault.code}" + (f" ({fault.detail})" if fault.detail else "")
+
+
+def _host(endpoint: str) -> str:
+    parts = urlsplit(endpoint)
+    port = f":{parts.port}" if parts.port else ""
+    return f"{parts.scheme}://{parts.hostname}{port}" if parts.hostname else "S3"
+
+
+def _reason(error: BaseException) -> str:
+    """Of the operating system, looked for in the wrappings: their own words repeat the URL."""
+    kwargs = getattr(error, "kwargs", {})
+    for inner in (error, kwargs.get("error"), error.__cause__, error.__context__):
+        if isinstance(inner, aiohttp.ClientConnectorError):
+            inner = inner.os_error
+        if isinstance(inner, OSError) and inner.strerror:
+            return inner.strerror
+    return "no answer" if isinstance(error, asyncio.TimeoutError) else ""
+
+
+def _short(text: str) -> str:
+    # A server may quote the request: what looks like a signature or a key stays out.
+    text = re.sub(r"(?i)(signature|token|credential|secret)\S*[=:]\s*\S+", r"\1=...", text)
+    return " ".join(text.split())[:200]

@@ -1,0 +1,151 @@
+"""Large objects in parts, and no upload left behind.
+
+An upload that fails or is cancelled is aborted before the call ends. One whose creation got lost on
+the way back is found by listing: a key has one writer. What a killed process leaves is for `sweep`,
+called by the next writer of the same keys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from smdist.storage.s3_body import split_views
+from smdist.storage.s3_connection import Connection
+from smdist.storage.s3_errors import RequestFailed
+
+__all__ = ["part_size", "sweep", "upload"]
+
+_MOST_PARTS = 10_000
+_ABORT_DEADLINE_S = 20.0
+
+
+def part_size(total: int, wanted: int) -> int:
+    """`wanted`, or more where the number of parts is limited; whole MiB then."""
+    least = -(-total // _MOST_PARTS)
+    return wanted if least <= wanted else -(-least // (1 << 20)) << 20
+
+
+async def upload(
+    connection: Connection,
+    name: str,
+    views: Sequence[memoryview],
+    *,
+    metadata: dict[str, str],
+    condition: dict[str, str],
+) -> None:
+    """Raises RequestFailed; of the completing request, the one that may be of unsure effect."""
+    place = {"Bucket": connection.location.bucket, "Key": name}
+    total = sum(view.nbytes for view in views)
+    parts = split_views(views, part_size(total, connection.options.part_bytes))
+    known = _Created()
+    try:
+        await _create(connection, {**place, "Metadata": metadata}, known)
+        this = {**place, "UploadId": known.upload_id}
+        tags = await _send_parts(connection, this, parts)
+        numbered = [{"ETag": tag, "PartNumber": i} for i, tag in enumerate(tags, 1)]
+        call = {**this, "MultipartUpload": {"Parts": numbered}, **condition}
+        await connection.call("complete_multipart_upload", call)
+    except BaseException:
+        await _to_the_end(_clean_up(connection, name, known))
+        raise
+    if known.unsure:
+        await _to_the_end(_clean_up(connection, name, _Created(unsure=True)))
+
+
+class _Created:
+    def __init__(self, *, unsure: bool = False) -> None:
+        self.upload_id: str | None = None
+        self.unsure = unsure  # there may be one whose id we never learned
+
+
+async def _create(connection: Connection, params: dict[str, Any], known: _Created) -> None:
+    known.unsure = True
+    answer = await connection.call("create_multipart_upload", params)
+    known.upload_id = str(answer["UploadId"])
+    known.unsure = answer["ResponseMetadata"]["RetryAttempts"] > 0
+
+
+async def _send_parts(
+    connection: Connection, place: dict[str, Any], parts: Sequence[Sequence[memoryview]]
+) -> list[str]:
+    tags = [""] * len(parts)
+    turn = iter(range(len(parts)))
+
+    async def work() -> None:
+        for i in turn:
+            params = {**place, "PartNumber": i + 1}
+            answer = await connection.call("upload_part", params, body=parts[i])
+            tags[i] = str(answer["ETag"])
+
+    await _together([work() for _ in range(min(connection.options.concurrency, len(parts)))])
+    return tags
+
+
+async def sweep(connection: Connection, prefix: str, *, exact: bool = False) -> int:
+    """Abort the uploads under way of keys that begin with `prefix`; how many there were."""
+    place: dict[str, Any] = {"Bucket": connection.location.bucket}
+    params = {**place, "Prefix": prefix}
+    found: list[tuple[str, str]] = []
+    while True:
+        page = await connection.call("list_multipart_uploads", params)
+        uploads = page.get("Uploads", [])
+        found += [(u["Key"], u["UploadId"]) for u in uploads if not exact or u["Key"] == prefix]
+        # Some servers say "truncated" and give no place to go on from.
+        if not (page.get("IsTruncated") and uploads and page.get("NextKeyMarker")):
+            break
+        params["KeyMarker"] = page["NextKeyMarker"]
+        params["UploadIdMarker"] = page.get("NextUploadIdMarker", "")
+    for key, upload_id in found:
+        await _abort(connection, {**place, "Key": key, "UploadId": upload_id})
+    return len(found)
+
+
+async def _clean_up(connection: Connection, name: str, known: _Created) -> None:
+    with contextlib.suppress(RequestFailed):  # the error that brought us here says more
+        if known.upload_id is not None:
+            place = {"Bucket": connection.location.bucket, "Key": name}
+            await _abort(connection, {**place, "UploadId": known.upload_id})
+        if known.unsure:
+            await sweep(connection, name, exact=True)
+
+
+async def _abort(connection: Connection, params: dict[str, Any]) -> None:
+    # A part that was still on its way may bring an aborted upload back: asked until it is unknown.
+    for _ in range(3):
+        try:
+            await connection.call("abort_multipart_upload", params, deadline_s=_ABORT_DEADLINE_S)
+        except RequestFailed as failed:  # noqa: PERF203
+            if failed.fault.kind in ("no_upload", "missing"):
+                return
+            raise
+
+
+async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """All of them, or the first error once the others have ended."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await _to_the_end(asyncio.wait(tasks))
+    errors = [task.exception() for task in tasks if not task.cancelled()]
+    for error in errors:
+        if error is not None:
+            raise error
+
+
+async def _to_the_end(work: Coroutine[Any, Any, Any]) -> None:
+    """Not to be cancelled: one that comes meanwhile is raised afterwards."""
+    task, cancelled = asyncio.ensure_future(work), False
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:  # noqa: PERF203
+            cancelled = True
+    task.result()
+    if cancelled:
+        raise asyncio.CancelledError

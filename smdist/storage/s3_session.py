@@ -1,0 +1,99 @@
+"""From a location to the settings of an SDK client, one way for aiobotocore and for boto3.
+
+- Signing of payloads: over TLS and to a loopback address a body goes out as UNSIGNED-PAYLOAD, which
+  halves the CPU time of a put; TLS protects it, and our own CRC32C is verified on read. Over plain
+  HTTP to another machine it is signed (SHA-256), since nothing else protects it. The headers are
+  signed always. `?payload_signing=` overrides.
+- Checksums only "when_required": the integrity of what is stored is ours, and some servers answer
+  a range with the checksum of the whole object, which the SDK then refuses.
+- Addressing: by path on endpoints of one's own (few have wildcard DNS), else as the SDK does.
+- Retries: none in the SDK. One layer owns them (`s3_connection`), as it has to know whether an
+  attempt may have had its effect, keeps a deadline, retries bodies too, and counts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from smdist.storage.s3_settings import S3Location, check_endpoint, is_loopback
+
+__all__ = ["ClientSettings", "client_settings", "config_values", "share_models"]
+
+_DEFAULT_REGION = "us-east-1"
+_loader: Any = None
+
+
+@dataclass(frozen=True)
+class ClientSettings:
+    endpoint_url: str | None  # None: AWS itself
+    region: str
+    addressing_style: str | None  # None: as the profile says
+    payload_signing: bool
+
+    @property
+    def is_aws(self) -> bool:
+        return self.endpoint_url is None
+
+
+def share_models(session: Any) -> None:
+    """The SDK's description of S3 is parsed once per process, not once per client (0.1 s)."""
+    global _loader
+    if _loader is None:
+        _loader = session.get_component("data_loader")
+    session.register_component("data_loader", _loader)
+
+
+def client_settings(location: S3Location, session: Any) -> ClientSettings:
+    """`session` is one of botocore, made for the location's profile. Reads files, no network."""
+    profile = session.get_scoped_config()
+    endpoint = location.endpoint_url or _configured_endpoint(profile, session.full_config)
+    if endpoint is not None:
+        check_endpoint(endpoint)
+    style = location.addressing_style
+    if style is None and endpoint is not None and "addressing_style" not in _section(profile, "s3"):
+        style = "path"
+    signing = endpoint is not None and endpoint.startswith("http:") and not is_loopback(endpoint)
+    if location.payload_signing is not None:
+        signing = location.payload_signing == "on"
+    region = location.region or session.get_config_variable("region") or _DEFAULT_REGION
+    return ClientSettings(endpoint, region, style, signing)
+
+
+def config_values(settings: ClientSettings, *, connect_s: float, read_s: float) -> dict[str, Any]:
+    s3: dict[str, Any] = {"payload_signing_enabled": settings.payload_signing}
+    if settings.addressing_style is not None:
+        s3["addressing_style"] = settings.addressing_style
+    return {
+        "s3": s3,
+        "signature_version": "s3v4",
+        "connect_timeout": connect_s,
+        "read_timeout": read_s,
+        "retries": {"total_max_attempts": 1, "mode": "standard"},
+        "request_checksum_calculation": "when_required",
+        "response_checksum_validation": "when_required",
+        "user_agent_extra": "smdist",
+    }
+
+
+def _configured_endpoint(profile: Mapping[str, Any], full: Mapping[str, Any]) -> str | None:
+    """In the order of the AWS documentation. The SDK finds it by itself, but tells too late."""
+    ignore = os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS")
+    ignore = ignore or str(profile.get("ignore_configured_endpoint_urls", ""))
+    if ignore.lower() == "true":
+        return None
+    services = _section(full.get("services", {}), str(profile.get("services", "")))
+    return (
+        os.environ.get("AWS_ENDPOINT_URL_S3")
+        or os.environ.get("AWS_ENDPOINT_URL")
+        or _section(services, "s3").get("endpoint_url")
+        or profile.get("endpoint_url")
+        or None
+    )
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = config.get(name)
+    return found if isinstance(found, Mapping) else {}

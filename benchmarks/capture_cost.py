@@ -1,0 +1,272 @@
+"""What capture costs the training thread, the step, and memory. One measurement per process:
+
+    python -m benchmarks.capture_cost inside mlp full
+
+It uses the hook as a script does, with its uploader process and a directory to store into. Whatever is
+compared takes turns (A B A B ...), so that a busy machine hits all alike. Prints rows as JSON.
+
+    inside MODEL full|five   time inside the hook's callbacks in a captured step, over a memcpy of the
+                             same bytes (weights and gradients) made after each step
+    not_due                  step time with a hook on which nothing is due, less step time without
+    ratio                    mean step time with each schedule over that without a hook
+    memory                   what the training process and the uploader have resident
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from benchmarks.machine import status_bytes
+from benchmarks.table import Row
+
+if TYPE_CHECKING:  # loaded when `memory` has looked at what there is without
+    from smdist.pytorch import Hook
+
+FIVE = ("min", "max", "mean", "std", "l2")
+WARM_UP = 8
+MB = 1e6
+
+
+class Options(NamedTuple):
+    rounds: int
+    steps: int
+    clock: str
+    out: str | None
+
+
+@contextmanager
+def _folder(options: Options) -> Iterator[Path]:
+    """A place for runs; its spools are in memory, as they are by default."""
+    path = Path(tempfile.mkdtemp(prefix="smdist-bench-", dir=options.out))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _hook(folder: Path, interval: int, how: str = "full", **more: Any) -> Hook:
+    """Weights and gradients; step 0 is always captured, as with any interval."""
+    import smdist.pytorch as smd
+
+    reductions = smd.ReductionConfig(reductions=["min", "max", "mean", "std"], norms=["l2"])
+    return smd.Hook(
+        out_dir=folder / f"run-{time.monotonic_ns()}",
+        save_config=smd.SaveConfig(save_interval=interval),
+        reduction_config=reductions if how == "five" else None,
+        include_regex=r"(weight|bias|parts\.\d+)$",
+        on_error="raise",
+        **more,
+    )
+
+
+def inside(options: Options, model: str, how: str) -> list[Row]:
+    from benchmarks.models import MODELS, count_bytes
+    from benchmarks.timing import CLOCKS, HookClock, Memcpy, median, p99
+
+    job, now = MODELS[model](), CLOCKS[options.clock]
+    nbytes = count_bytes(job.model)
+    memcpy = Memcpy(nbytes, now)
+    hooked: list[float] = []
+    copied: list[float] = []
+    calls, blocked_s = 0, 0.0
+    with _folder(options) as folder:
+        for _ in range(options.rounds):
+            hook = _hook(folder, 1, how)
+            hook.register_module(job.model)
+            with HookClock(now) as clock:
+                for step in range(WARM_UP + options.steps):
+                    job.step()
+                    calls, ns = clock.calls, clock.take()
+                    memcpy()
+                    copy_ns = memcpy()
+                    _let_catch_up(hook, nbytes)
+                    if step >= WARM_UP:
+                        hooked.append(ns / 1e6)
+                        copied.append(copy_ns / 1e6)
+            usage = hook.usage()
+            assert usage is not None
+            blocked_s += usage.blocked_s
+            hook.close()
+            shutil.rmtree(hook.out_dir)
+    tensors = sum(1 for _ in job.model.parameters())
+    what = {"full": "full capture", "five": "five reductions"}[how]
+    base = f"{what}, {model}: {2 * tensors} tensors, {nbytes / MB:.0f} MB"
+    per_call_us = 1e3 * median(hooked) / (2 * tensors)
+    note = f"{calls} callbacks, {per_call_us:.1f} us per tensor"
+    if blocked_s:
+        note += f"; waited {blocked_s:.1f} s for room"
+    ratios = [a / b for a, b in zip(hooked, copied, strict=True)]
+    big = nbytes > 20 * MB
+    bar = {"full": 1.5, "five": 3.0}[how] if big else None
+    ratio = median(hooked) / median(copied)
+    return [
+        Row(f"{base}: inside hook", median(hooked), "ms", p99(hooked), None, note),
+        Row(f"{base}: memcpy", median(copied), "ms", p99(copied)),
+        Row(f"{base}: hook / memcpy", ratio, "x", p99(ratios), bar),
+    ]
+
+
+def _let_catch_up(hook: Hook, nbytes: int) -> None:
+    """Wait until the uploader is not far behind: these models step faster than any real job."""
+    most, deadline = max(2, (64 << 20) // nbytes), time.monotonic() + 60
+    while (usage := hook.usage()) is not None and time.monotonic() < deadline:
+        if usage.captured_steps - usage.stored_steps <= most:
+            return
+        time.sleep(0.001)
+
+
+def not_due(options: Options) -> list[Row]:
+    """Twins of one model step in turn; which of them has the hook changes from round to round."""
+    from benchmarks.models import MODELS
+    from benchmarks.timing import median, p99
+
+    twins = [MODELS["narrow"](), MODELS["narrow"]()]
+    with_hook: list[float] = []
+    without: list[float] = []
+    medians = []
+    with _folder(options) as folder:
+        for turn in range(2 * options.rounds):
+            hooked, plain = twins[turn % 2], twins[1 - turn % 2]
+            hook = _hook(folder, 10**9)
+            hook.register_module(hooked.model)
+            for _ in range(WARM_UP):
+                hooked.step()
+                plain.step()
+            usage = hook.usage()
+            assert usage is not None
+            assert usage.captured_steps == 1
+            time.sleep(0.5)  # the uploader starts and stores step 0 meanwhile
+            begun = len(with_hook)
+            for _ in range(20 * options.steps):
+                a = time.perf_counter_ns()
+                hooked.step()
+                b = time.perf_counter_ns()
+                plain.step()
+                c = time.perf_counter_ns()
+                with_hook.append((b - a) / 1e3)
+                without.append((c - b) / 1e3)
+            medians.append(median(with_hook[begun:]) - median(without[begun:]))
+            hook.close()
+    # Which twin is faster by itself cancels out between neighbouring rounds.
+    pairs = [(a + b) / 2 for a, b in zip(medians[::2], medians[1::2], strict=True)]
+    note = f"of steps of {median(without):.0f} us; 100 parameters"
+    spread = f"between rounds {min(pairs):+.1f} .. {max(pairs):+.1f} us"
+    return [
+        Row("not due: added to a step", median(pairs), "us", p99(pairs), 20.0, f"{note}; {spread}")
+    ]
+
+
+def ratio(options: Options) -> list[Row]:
+    """Blocks of steps: without a hook, and with each schedule, in turn."""
+    from benchmarks.models import MODELS, count_bytes
+    from benchmarks.timing import median, p99
+
+    job = MODELS["mlp"]()
+    kinds: dict[str, tuple[int, str, float | None]] = {
+        "full, every step": (1, "full", 1.08),
+        "five reductions, every step": (1, "five", 1.08),
+        "full, every 10 steps": (10, "full", 1.01),
+        "not due": (10**9, "full", 1.002),
+    }
+    times: dict[str, list[float]] = {name: [] for name in ("none", *kinds)}
+    ratios: dict[str, list[float]] = {name: [] for name in kinds}
+    waited = dict.fromkeys(kinds, 0.0)
+    with _folder(options) as folder:
+        for _ in range(options.rounds):
+            for name, (interval, how, _) in kinds.items():
+                # Each has its own block without a hook right before it: load comes and goes.
+                plain = _block(job.step, options.steps)
+                hook = _hook(folder, interval, how)
+                hook.register_module(job.model)
+                captured = _block(job.step, options.steps)
+                usage = hook.usage()
+                waited[name] += usage.blocked_s if usage is not None else 0.0
+                hook.close()
+                shutil.rmtree(hook.out_dir)
+                times["none"] += plain
+                times[name] += captured
+                ratios[name].append(sum(captured) / sum(plain))
+    base = f"{count_bytes(job.model) / MB:.0f} MB"
+    rows = [
+        Row(f"step without a hook, mlp, {base}", median(times["none"]), "ms", p99(times["none"]))
+    ]
+    for name, (_, _, bar) in kinds.items():
+        spread = f"{min(ratios[name]):.3f} .. {max(ratios[name]):.3f} in {options.rounds} rounds"
+        if waited[name]:
+            spread += f"; waited {waited[name]:.1f} s for room"
+        rows.append(Row(f"step time, {name} / none", median(ratios[name]), "x", None, bar, spread))
+        rows.append(Row(f"step, {name}", median(times[name]), "ms", p99(times[name])))
+    return rows
+
+
+def _block(step: Callable[[], None], steps: int) -> list[float]:
+    for _ in range(WARM_UP):
+        step()
+    found = []
+    for _ in range(steps):
+        begin = time.perf_counter_ns()
+        step()
+        found.append((time.perf_counter_ns() - begin) / 1e6)
+    return found
+
+
+def memory(options: Options) -> list[Row]:
+    from benchmarks.models import MODELS
+
+    job = MODELS["mlp"]()
+    for _ in range(WARM_UP):
+        job.step()
+    before = status_bytes()
+    from smdist.workers.ledger import Ledger
+
+    with _folder(options) as folder:
+        spools = folder / "spools"
+        spools.mkdir()
+        hook = _hook(folder, 1, spool_dir=spools)
+        hook.register_module(job.model)
+        for _ in range(WARM_UP + options.steps):
+            job.step()
+        after, usage = status_bytes(), hook.usage()
+        (place,) = spools.rglob("ledger")
+        uploader = status_bytes(Ledger(place).uploader_pid)
+        hook.close()
+    assert usage is not None
+    shared = after["RssShmem"] + after["RssFile"] - before["RssShmem"] - before["RssFile"]
+    anonymous = after["RssAnon"] - before["RssAnon"]
+    peak = uploader["VmHWM"]
+    note = f"limit {usage.buffer_limit_bytes / MB:.0f} MB, in use {usage.buffer_bytes / MB:.0f} MB"
+    return [
+        Row("memory: training process, its own", anonymous / MB, "MB", None, 60.0),
+        Row(
+            "memory: training process, buffer and files mapped", shared / MB, "MB", None, None, note
+        ),
+        Row("memory: uploader", peak / MB, "MB", None, 90.0, "peak, with what it maps"),
+    ]
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.capture_cost")
+    parser.add_argument("measurement", choices=["inside", "not_due", "ratio", "memory"])
+    parser.add_argument("of", nargs="*")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
+    parser.add_argument("--out", help="folder to store runs in")
+    given = parser.parse_args(arguments)
+    options = Options(given.rounds, given.steps, given.clock, given.out)
+    rows: list[Row] = globals()[given.measurement](options, *given.of)
+    sys.stdout.write(msgspec.json.encode(rows).decode() + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,58 @@
+"""One row per measured thing, with its bar and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+__all__ = ["Row", "markdown", "plain"]
+
+_HEAD = ("what", "median", "p99", "bar", "verdict", "note")
+
+
+class Row(msgspec.Struct, frozen=True):
+    what: str
+    value: float
+    unit: str
+    p99: float | None = None
+    bar: float | None = None
+    note: str = ""
+
+    @property
+    def verdict(self) -> str:
+        if self.bar is None:
+            return ""
+        return "met" if self.value <= self.bar else "MISSED"
+
+    def cells(self) -> tuple[str, ...]:
+        return (
+            self.what,
+            _shown(self.value, self.unit),
+            "" if self.p99 is None else _shown(self.p99, self.unit),
+            "" if self.bar is None else f"<= {self.bar:g} {self.unit}",
+            self.verdict,
+            self.note,
+        )
+
+
+def _shown(value: float, unit: str) -> str:
+    digits = 3 if unit == "x" and value < 1.5 else 2 if unit == "x" else 1
+    return f"{value:.{digits}f} {unit}"
+
+
+def plain(rows: Sequence[Row]) -> str:
+    lines = [_HEAD, *(row.cells() for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(_HEAD))]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if 0 < i < 4 else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    lines = [_HEAD, ("---", "---:", "---:", "---:", "---", "---"), *(row.cells() for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,0 +1,78 @@
+"""Samples, and what is divided by what."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from typing_extensions import Self
+
+from smdist.workers.torch_callback import Callback
+
+__all__ = ["CLOCKS", "Clock", "HookClock", "Memcpy", "median", "p99"]
+
+Clock = Callable[[], int]
+
+# On a busy machine a thread's own time says more; a small call is dearer to measure with it.
+CLOCKS: dict[str, Clock] = {"wall": time.perf_counter_ns, "cpu": time.thread_time_ns}
+
+median = statistics.median
+
+
+def p99(samples: Sequence[float]) -> float:
+    """The sample that 99 in 100 do not exceed: of fewer than 100, the largest."""
+    ordered = sorted(samples)
+    return ordered[math.ceil(0.99 * len(ordered)) - 1]
+
+
+class HookClock:
+    """Nanoseconds inside every callback that smdist hangs on modules, parameters and optimizers.
+
+    Within the `with`, that is everything the hook does on the training thread; what torch itself
+    does to call a hook is not in it, and shows in the step times only.
+    """
+
+    def __init__(self, now: Clock) -> None:
+        self._now = now
+        self.ns = 0
+        self.calls = 0
+
+    def __enter__(self) -> Self:
+        now, self._original = self._now, Callback.__call__
+        original = self._original
+
+        def timed(callback: Callback, *arguments: Any) -> None:
+            begin = now()
+            original(callback, *arguments)
+            self.ns += now() - begin
+            self.calls += 1
+
+        Callback.__call__ = timed  # type: ignore[assignment,method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Callback.__call__ = self._original  # type: ignore[method-assign]
+
+    def take(self) -> int:
+        """Nanoseconds since the last call."""
+        ns, self.ns, self.calls = self.ns, 0, 0
+        return ns
+
+
+class Memcpy:
+    """The physical limit: the same bytes with one memcpy from warm memory into warm memory."""
+
+    def __init__(self, nbytes: int, now: Clock) -> None:
+        self._now = now
+        self._source, self._target = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
+
+    def __call__(self) -> int:
+        target, source = self._target.ctypes.data, self._source.ctypes.data
+        begin = self._now()
+        ctypes.memmove(target, source, self._source.nbytes)
+        return self._now() - begin

@@ -8,7 +8,8 @@ known, since the mode may still change.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Generic, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from smdist.identity import ModeKeys
 from smdist.planning import Planner, TensorPlan
@@ -22,7 +23,8 @@ __all__ = ["Reading", "ScriptValues"]
 T = TypeVar("T")
 
 
-class Reading(NamedTuple, Generic[T]):
+@dataclass(frozen=True)
+class Reading(Generic[T]):
     """How a framework's tensors are read."""
 
     host: Host[T]
@@ -31,7 +33,8 @@ class Reading(NamedTuple, Generic[T]):
     copy: Callable[[T], T]
 
 
-class _Held(NamedTuple, Generic[T]):
+@dataclass(frozen=True)
+class _Held(Generic[T]):
     name: str
     value: T
     plan: TensorPlan
@@ -84,4 +87,4 @@ class ScriptValues(Generic[T]):
     def _write(self, held: _Held[T]) -> None:
         sink = self._sink()
         if sink is not None:
-            self._recorder.save(sink, self._clock.ref, *held)
+            self._recorder.save(sink, self._clock.ref, held.name, held.value, held.plan)

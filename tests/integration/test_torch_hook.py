@@ -411,6 +411,7 @@ def test_every_element_type_and_shape(tmp_path: Path, dtype: torch.dtype) -> Non
         cases["conjugate"] = tensor.conj()
         cases["negative"] = tensor.conj().imag
     with hooked(tmp_path / "run") as hook:
+        hook.step()  # so that the first value begins a step, and is not kept for one
         for name, value in cases.items():
             hook.save_tensor(name, value)
         hook.step()
@@ -570,6 +571,37 @@ def test_scalars_stay_at_their_step_whatever_the_interval(tmp_path: Path) -> Non
     assert {step: float(value) for step, value in values.items()} == {
         step: step * 1.5 for step in range(8)
     }
+
+
+def test_a_step_with_a_value_alone_is_closed_by_the_next(tmp_path: Path) -> None:
+    net = Net()
+    config = smd.SaveConfig(save_interval=100)
+    with hooked(tmp_path / "run", include_collections=["weights"], save_config=config) as hook:
+        hook.register_module(net)
+        train(net, 3)
+        hook.save_scalar("x", 1)
+        capture = hook._outlet.capture
+        assert capture is not None
+        assert capture.open_step == (smd.modes.GLOBAL, 2, 2)
+        train(net, 1)
+        assert capture.open_step is None
+
+
+def test_a_value_of_another_mode_does_not_draw_gradients_along(tmp_path: Path) -> None:
+    net = Net()
+    with hooked(tmp_path / "run", include_collections=["gradients"]) as hook:
+        hook.register_module(net)
+        hook.set_mode(EVAL)
+        net(torch.randn(1, 4))
+        hook.set_mode(TRAIN)
+        loss = net(torch.randn(1, 4)).sum()
+        hook.set_mode(EVAL)
+        hook.save_scalar("accuracy", 0.5)
+        hook.set_mode(TRAIN)
+        loss.backward()
+    trial = read(tmp_path / "run")
+    assert trial.tensor("gradient/Net_fc1.weight").steps(mode=TRAIN) == [0]
+    assert trial.tensor("scalar/accuracy").steps(mode=EVAL) == [0]
 
 
 def test_values_saved_before_the_first_step_belong_to_it(tmp_path: Path) -> None:

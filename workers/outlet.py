@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -108,6 +109,7 @@ class Outlet(Generic[T]):
         self._supervisor: Supervisor | None = None
         self._parents: object = None
         self.session: Session | None = None
+        self._spool: Path | None = None
 
     # -- who ----------------------------------------------------------------------------------
 
@@ -180,6 +182,7 @@ class Outlet(Generic[T]):
             read_memory(), identity.local_world_size, identity.world_size, os.cpu_count() or 1
         )
         spool = self._make_spool(identity, enrolment, buffer_bytes)
+        self._spool = spool.path
         limits = CaptureLimits(
             buffer_bytes=buffer_bytes,
             on_full=cast("Literal['block', 'drop']", config.on_full),
@@ -251,14 +254,15 @@ class Outlet(Generic[T]):
             return ""
         left = max(usage.captured_bytes - usage.stored_bytes, 0)
         text = f"{self._worker}: {left} bytes in {usage.pending_records} records"
+        send = f"smdist recover {shlex.quote(str(self._spool))}"
         if supervisor is not None and not supervisor.running:
             return (
                 f"{text} wait in the spool, as no uploader could be kept running; "
-                "store them with `smdist recover`"
+                f"store them with: {send}"
             )
         return (
             f"{text} were not in {self._config.out_dir} after {timeout_s:.0f} s; the uploader goes "
-            "on by itself"
+            f"on by itself. Should it end before all is stored: {send}"
         )
 
     def _drain(self, capture: Capture[T], supervisor: Supervisor | None, timeout_s: float) -> bool:

@@ -45,10 +45,13 @@ class Evidence:
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._pid = os.getpid()
 
     def captured(self, step: int, tensors: Iterable[tuple[str, Any]]) -> None:
         from smdist.pipeline.block import crc32c
 
+        if os.getpid() != self._pid:  # in a fork of the rank, of which nothing is saved
+            return
         lines = [
             f"{step} {crc32c(memoryview(value.detach().numpy()).cast('B'))} {name}\n"
             for name, value in tensors

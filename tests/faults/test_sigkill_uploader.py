@@ -173,7 +173,13 @@ def test_both_killed_and_recovered(launcher: Launcher, tmp_path: Path, first: st
     left = spools(root)
     assert left, "all of them were quicker than the kill: nothing was tried"
     # By name: without names it would also send what others have left on this machine.
-    command = [sys.executable, "-c", "from smdist.cli import main; main()", "recover", *left]
+    command = [
+        sys.executable,
+        "-c",
+        "from smdist.cli import main; main()",
+        "recover",
+        *map(str, left),
+    ]
     done = subprocess.run(
         command,
         capture_output=True,

@@ -34,7 +34,9 @@ class Buffer:
         self._spool, self._say = spool, say
         self._arenas = [Arena(spool.path / arena_name(0), limit_bytes)]
         self._full = [False]  # the file system under that arena has no room left
-        self._pinned: deque[tuple[int, Spot]] = deque()
+        # Plain tuples of numbers: the garbage collector does not follow those. Objects that pile up
+        # here by the thousand would make it go through all of the training script's, again and again.
+        self._pinned: deque[tuple[int, int, int, int]] = deque()
 
     @property
     def used_bytes(self) -> int:
@@ -64,7 +66,7 @@ class Buffer:
         return self._arenas[spot.arena].view[spot.offset : spot.end]
 
     def pin(self, spot: Spot, ordinal: int) -> None:
-        self._pinned.append((ordinal, spot))
+        self._pinned.append((ordinal, spot.arena, spot.offset, spot.nbytes))
 
     def give_back(self, spot: Spot) -> None:
         self._arenas[spot.arena].give(spot.offset, spot.nbytes)
@@ -73,7 +75,8 @@ class Buffer:
         """Free what every record below `acked` named."""
         pinned = self._pinned
         while pinned and pinned[0][0] < acked:
-            self.give_back(pinned.popleft()[1])
+            _, arena, offset, nbytes = pinned.popleft()
+            self._arenas[arena].give(offset, nbytes)
 
     def warm(self, nbytes: int) -> None:
         """Have `nbytes` more ready; called off the training thread."""

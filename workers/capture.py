@@ -121,8 +121,11 @@ class Capture(Generic[T]):
             ref = self._ref
             if ref is None or self._ended:
                 return False
-            if plan.nbytes <= INLINE_BYTES and not self._deferred.busy:
-                return self._save_inline(ref, plan, tensors)
+            if not self._deferred.busy:
+                if plan.nbytes <= INLINE_BYTES:
+                    return self._save_inline(ref, plan, tensors)
+                if plan.single and self._save_single(ref, plan, tensors[0]):
+                    return True
             return self._save_in_arena(ref, plan, tensors)
 
     # -- the rest of what a hook says ----------------------------------------------------------
@@ -205,6 +208,22 @@ class Capture(Generic[T]):
         self._captured_bytes += plan.nbytes
         return True
 
+    def _save_single(self, ref: StepRef, plan: PartPlan, tensor: T) -> bool:
+        """The way of a gradient: one raw tensor in host memory, with room for it. False: not so.
+
+        Backward brings them one by one, each with the processor's caches full of other things:
+        what counts here is how little code runs.
+        """
+        address = 0 if self._host.on_device(tensor) else self._host.address(tensor)
+        spot = self._buffer.take(plan.nbytes) if address else None
+        if spot is None:
+            return False
+        kernel.copy((spot.address + plan.raw_offsets[0],), (address,), plan.raw_sizes)
+        self._commit_part(plan, self._stamp(ref), spot)
+        self._captured_bytes += plan.nbytes
+        self._step_bytes += plan.nbytes
+        return True
+
     def _save_in_arena(self, ref: StepRef, plan: PartPlan, tensors: Sequence[T]) -> bool:
         spot = self._buffer.take(plan.nbytes) or self._wait_for_room(ref, plan.nbytes)
         if isinstance(spot, str):
@@ -217,20 +236,20 @@ class Capture(Generic[T]):
             raise
         stamp = self._stamp(ref)
 
-        def commit() -> None:
-            with self._lock:
-                ordinal = self._append_of(
-                    plan, lambda kind: Part(*stamp, kind, spot.arena, spot.offset)
-                )
-                self._buffer.pin(spot, ordinal)
-
         if waits or self._deferred.busy:
-            self._deferred.submit(waits, commit)
+            self._deferred.submit(waits, lambda: self._commit_part(plan, stamp, spot))
         else:
-            commit()
+            self._commit_part(plan, stamp, spot)
         self._captured_bytes += plan.nbytes
         self._step_bytes += plan.nbytes
         return True
+
+    def _commit_part(self, plan: PartPlan, stamp: tuple[int, int, int, float], spot: Spot) -> None:
+        with self._lock:
+            ordinal = self._append_of(
+                plan, lambda kind: Part(*stamp, kind, spot.arena, spot.offset)
+            )
+            self._buffer.pin(spot, ordinal)
 
     def _copy(
         self, plan: PartPlan, tensors: Sequence[T], base: int, target: memoryview

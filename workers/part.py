@@ -42,6 +42,7 @@ class PartPlan:
         "raw",
         "raw_offsets",
         "raw_sizes",
+        "single",
         "stride",
         "tensors",
     )
@@ -60,6 +61,7 @@ class PartPlan:
         )
         self.measured_dtypes = tuple(tensors[i].dtype for i in self.measured)
         self.stride = 8 * len(columns)
+        self.single = len(tensors) == 1 and bool(self.raw) and not self.measured
 
     def declaration(self, kind: int) -> Declare:
         return Declare(kind, self.columns, self.tensors, self.nbytes)

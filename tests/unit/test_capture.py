@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -348,3 +349,18 @@ def test_drain_waits_for_the_acknowledgement(
     ledger.acked = read(spool)[-1].ordinal + 1
     assert capture.drain(5)
     ledger.close()
+
+
+def test_what_waits_for_the_store_is_no_burden_to_the_garbage_collector(
+    make: Callable[..., Capture[Array]],
+) -> None:
+    capture = make()
+    plan, arrays = plan_of(gradient=np.ones(1024, np.float32))
+    capture.begin(step(0))
+    capture.save(plan, arrays)
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(500):
+        assert capture.save(plan, arrays)
+    gc.collect()
+    assert len(gc.get_objects()) - before < 100

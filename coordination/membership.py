@@ -102,7 +102,8 @@ class StepFacts:
     """A step of an attempt over all ranks, without judgement of time.
 
     `step` is the global number the lowest rank gave it. `ranks` have something of it stored,
-    `absent` are expected ranks that have not closed it or dropped some of it.
+    `absent` are expected ranks that have not closed it or dropped some of it. At a step on which
+    nothing was due, only those ranks are expected whose script saved something.
     """
 
     key: StepKey
@@ -206,6 +207,7 @@ def step_facts(view: View, attempt: int, key: StepKey, expected: Iterable[int]) 
     numbers: dict[int, list[int]] = {}
     incomplete: set[int] = set()
     whole: set[int] = set()
+    planned = False
     for rank in sorted(known):
         blocks = known[rank].steps.get(key, ())
         drops = known[rank].drops.get(key)
@@ -213,9 +215,12 @@ def step_facts(view: View, attempt: int, key: StepKey, expected: Iterable[int]) 
             ranks.append(rank)
             numbers.setdefault(blocks[0].step, []).append(rank)
             layouts.update(entry.layout for entry in blocks if entry.layout)
-            if any(entry.closed for entry in blocks):
+            closings = [entry.planned for entry in blocks if entry.closed]
+            planned = planned or not closings or any(closings)
+            if closings:
                 whole.add(rank)
         if drops:
+            planned = True
             incomplete.add(rank)
             numbers.setdefault(min(drop.step for _, _, drop in drops), []).append(rank)
     if not numbers:
@@ -226,7 +231,11 @@ def step_facts(view: View, attempt: int, key: StepKey, expected: Iterable[int]) 
         attempt,
         step,
         tuple(ranks),
-        tuple(rank for rank in expected if rank not in whole or rank in incomplete),
+        tuple(
+            rank
+            for rank in (expected if planned else ranks)
+            if rank not in whole or rank in incomplete
+        ),
         frozenset(layouts),
         None if len(numbers) == 1 else _disagreement(attempt, key, numbers),
     )

@@ -96,7 +96,8 @@ class StepEntry(msgspec.Struct, frozen=True, array_like=True):
     `block` is the ordinal of its first journal record: unique in a session and in order of time.
     `closed`: with this block the step had everything that was planned for it. A step that was closed
     with nothing new to store has an entry with an empty `layout` and `segment`; a block that holds
-    shapes alone may have an empty `segment` too.
+    shapes alone may have an empty `segment` too. `planned` false: nothing was due, the script saved
+    values of its own, so other ranks need not have the step.
     """
 
     mode: int
@@ -109,6 +110,7 @@ class StepEntry(msgspec.Struct, frozen=True, array_like=True):
     offset: int  # of the block, from the start of the object
     began: float
     time: float
+    planned: bool = True
 
     @property
     def ref(self) -> StepRef:

@@ -96,7 +96,9 @@ class Drop(_OfStep, frozen=True, array_like=True, tag="drop"):
 
 
 class Close(_OfStep, frozen=True, array_like=True, tag="close"):
-    pass
+    """`planned` false: nothing was due at this step, the script saved values of its own."""
+
+    planned: bool = True
 
 
 class Flush(msgspec.Struct, frozen=True, array_like=True, tag="flush"):

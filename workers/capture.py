@@ -85,7 +85,7 @@ class Capture(Generic[T]):
         self._scratch = bytearray(INLINE_BYTES)
         self._scratch_address = kernel.address_of(self._scratch)
         self._ref: StepRef | None = None
-        self._is_open = False
+        self._is_open = self._planned = False
         self._step_bytes = 0
         self._captured_bytes = self._captured_steps = 0
         self._dropped_tensors = self._dropped_bytes = 0
@@ -99,10 +99,12 @@ class Capture(Generic[T]):
     def open_step(self) -> StepRef | None:
         return self._ref if self._is_open else None
 
-    def begin(self, ref: StepRef) -> None:
+    def begin(self, ref: StepRef, *, planned: bool = True) -> None:
+        """`planned` false: nothing is due at this step, the script has values of its own."""
         with self._lock:
             self.close_step()
             self._ref, self._is_open, self._step_bytes = ref, True, 0
+            self._planned = planned
             self._buffer.reclaim(self._ledger.acked)
 
     def close_step(self) -> None:
@@ -111,7 +113,7 @@ class Capture(Generic[T]):
                 return
             self._is_open = False
             self._captured_steps += 1
-            self._commit(Close(*self._stamp(self._ref)))
+            self._commit(Close(*self._stamp(self._ref), self._planned))
             self._doorbell.ring()
             self._warmer.want(_STEPS_AHEAD * self._step_bytes)
 

@@ -46,7 +46,7 @@ T_contra = TypeVar("T_contra", contravariant=True)
 class Sink(Protocol[T_contra]):
     """What of a `Capture` a hook uses while it records."""
 
-    def begin(self, ref: StepRef) -> None: ...
+    def begin(self, ref: StepRef, *, planned: bool = True) -> None: ...
     def save(self, plan: PartPlan, tensors: Sequence[T_contra]) -> bool: ...
     def close_step(self) -> None: ...
     def describe(self, key: str, data: bytes) -> None: ...
@@ -59,7 +59,7 @@ class DrySink(Generic[T]):
     def __init__(self) -> None:
         self.steps = self.tensors = self.nbytes = 0
 
-    def begin(self, ref: StepRef) -> None:
+    def begin(self, ref: StepRef, *, planned: bool = True) -> None:
         self.steps += 1
 
     def save(self, plan: PartPlan, tensors: Sequence[T]) -> bool:

@@ -147,5 +147,5 @@ class Recorder(Generic[T]):
         self._parts.clear()
 
     def _move(self, sink: Sink[T], ref: StepRef) -> None:
-        sink.begin(ref)
+        sink.begin(ref, planned=ref == self.ref)
         self._at = ref

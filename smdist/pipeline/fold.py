@@ -56,6 +56,7 @@ class Block(msgspec.Struct, frozen=True):
     ref: StepRef
     block: int
     closed: bool
+    planned: bool
     began: float
     time: float
     sources: tuple[Source, ...]
@@ -81,11 +82,11 @@ class Fold(msgspec.Struct, frozen=True):
 class _Step:
     """A block in the making."""
 
-    __slots__ = ("block", "closed", "opening", "parts", "time")
+    __slots__ = ("block", "closed", "opening", "parts", "planned", "time")
 
     def __init__(self, opening: OfStep, block: int) -> None:
         self.opening, self.block, self.time = opening, block, opening.time
-        self.closed = False
+        self.closed = self.planned = False
         self.parts: list[tuple[Declare, Part | Inline]] = []
 
     def finish(self) -> Block:
@@ -105,6 +106,7 @@ class _Step:
             ref=self.opening.ref,
             block=self.block,
             closed=self.closed,
+            planned=self.planned or not self.closed,
             began=self.opening.time,
             time=self.time,
             sources=tuple(source for source in sources if source.tensors),
@@ -132,6 +134,7 @@ class _News:
         step.time = max(step.time, record.time)
         if isinstance(record, Close):
             step.closed = True
+            step.planned |= record.planned
         elif isinstance(record, Drop):
             self.dropped.append(Dropped(*key, record.names, record.nbytes, record.reason))
         elif kind is None:

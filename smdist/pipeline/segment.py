@@ -233,4 +233,5 @@ def _entry(block: Block, placed: _Placed | None, key: str, header: int) -> StepE
         offset=placed.start + header if placed else 0,
         began=block.began,
         time=block.time,
+        planned=block.planned,
     )

@@ -573,6 +573,29 @@ def test_scalars_stay_at_their_step_whatever_the_interval(tmp_path: Path) -> Non
     }
 
 
+def test_values_that_one_rank_adds_between_due_steps_make_no_step_partial(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        net = Net()
+        with hooked(
+            tmp_path / "run",
+            include_workers="all",
+            rank=rank,
+            world_size=2,
+            save_config=smd.SaveConfig(save_interval=2),
+            include_collections=["weights"],
+        ) as hook:
+            hook.register_module(net)
+            for step in range(4):
+                net(torch.ones(2, 4))
+                if rank == 0:
+                    hook.save_scalar("accuracy", step / 4)
+    trial = read(tmp_path / "run")
+    assert trial.steps() == [0, 1, 2, 3]
+    assert trial.missing(1) == {}
+    assert trial.tensor("scalar/accuracy").steps() == [0, 1, 2, 3]
+    assert trial.tensor(PARAMETERS[0]).steps() == [0, 2]
+
+
 def test_a_step_with_a_value_alone_is_closed_by_the_next(tmp_path: Path) -> None:
     net = Net()
     config = smd.SaveConfig(save_interval=100)

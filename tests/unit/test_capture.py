@@ -136,6 +136,19 @@ def test_a_step_is_declared_once_and_closed(
     assert tensors_of(spool)[1, "b"].shape == (0, 3)
 
 
+def test_a_close_says_whether_anything_was_due(
+    spool: Spool, make: Callable[..., Capture[Array]]
+) -> None:
+    capture = make()
+    plan, arrays = plan_of(loss=np.array(0.25))
+    for number, planned in enumerate([True, False]):
+        capture.begin(step(number), planned=planned)
+        capture.save(plan, arrays)
+    capture.end()
+    closes = [p.record.planned for p in read(spool) if isinstance(p.record, Close)]
+    assert closes == [True, False]
+
+
 def test_small_parts_travel_in_the_journal(
     spool: Spool, make: Callable[..., Capture[Array]]
 ) -> None:

@@ -172,3 +172,24 @@ def test_ranks_that_number_a_step_differently_are_reported_and_the_lowest_rank_i
 
 def test_a_step_nobody_knows_has_no_facts() -> None:
     assert step_facts(fold([manifest(0, entry(0))]), 0, (2, 0), (0,)) is None
+
+
+def unplanned(number: int, block: int) -> StepEntry:
+    return StepEntry(1, number, number, block, True, "l", "s", 0, 0.0, 1.0, planned=False)
+
+
+def test_a_step_at_which_nothing_was_due_asks_only_for_ranks_that_saved_something() -> None:
+    ranks = [session(0), session(1)]
+    assert missing(fold([*ranks, manifest(0, unplanned(3, 30)), manifest(1)]), (1, 3)) == {}
+
+
+@pytest.mark.parametrize("other", [manifest(1, entry(3)), manifest(1, entry(3, closed=False))])
+def test_a_step_that_was_due_for_one_rank_is_expected_of_all(other: Fact) -> None:
+    view = fold([session(0, world=3), session(1, world=3), session(2, world=3), other,
+                 manifest(0, unplanned(3, 30)), manifest(2, entry(2))])  # fmt: skip
+    assert 2 in missing(view, (1, 3))
+
+
+def test_values_added_later_do_not_make_a_due_step_undue() -> None:
+    view = fold([session(0), session(1), manifest(0, entry(3), unplanned(3, 99)), manifest(1)])
+    assert missing(view, (1, 3)) == {1: MissingReason.LAGGING}

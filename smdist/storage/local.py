@@ -144,7 +144,9 @@ class LocalStore:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         for _ in range(8):
             # Another writer's close() may remove the directory between the two calls.
-            os.makedirs(self._temporaries, exist_ok=True)
+            # (exist_ok would look twice, and raise when it vanishes in between).
+            with contextlib.suppress(FileExistsError):
+                os.makedirs(self._temporaries)
             with contextlib.suppress(FileNotFoundError):
                 return os.open(path, flags, 0o666), path
         return os.open(path, flags, 0o666), path

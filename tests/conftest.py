@@ -8,6 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long an example takes says something about the machine, not about the code.
+settings.register_profile("smdist", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("smdist")
 
 
 @pytest.fixture

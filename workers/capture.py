@@ -90,6 +90,7 @@ class Capture(Generic[T]):
         self._captured_bytes = self._captured_steps = 0
         self._dropped_tensors = self._dropped_bytes = 0
         self._blocked_s = 0.0
+        self._stalled_at = -1  # how far the store had come when a wait for room ran out
         self._troubles: dict[str, int] = {}
         self._ended = False
 
@@ -322,10 +323,13 @@ class Capture(Generic[T]):
             return f"{nbytes} bytes at once exceed buffer_bytes={limit}; raise it"
         if self._limits.on_full == "drop":
             return f"the buffer of {limit} bytes was full"
-        began = time.monotonic()
-        spot = self._block(ref, nbytes, began)
-        self._blocked_s += time.monotonic() - began
         timeout_s = self._limits.block_timeout_s
+        # One such wait is enough: a job must not stand still once more for every tensor.
+        if self._ledger.acked != self._stalled_at:
+            began = time.monotonic()
+            spot = self._block(ref, nbytes, began)
+            self._blocked_s += time.monotonic() - began
+            self._stalled_at = -1 if spot else self._ledger.acked
         return spot or f"no room for {timeout_s:.0f} s; {self._ledger.trouble or 'slow uploader'}"
 
     def _block(self, ref: StepRef, nbytes: int, began: float) -> Spot | None:

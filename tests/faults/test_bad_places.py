@@ -20,6 +20,7 @@ from smdist.coordination.membership import MissingReason
 from smdist.errors import ConfigurationError, RunExists, StoreForbidden, UnknownKey
 from smdist.identity import modes
 from smdist.trials import create_trial
+from smdist.workers.recover import recover
 from tests.faults.audit import assert_in_run, audit, unexplained
 from tests.faults.launcher import (
     REPOSITORY,
@@ -465,3 +466,42 @@ def test_drops_are_recorded(launcher: Launcher, tmp_path: Path) -> None:
         kept = [one for one in started.evidence() if (one.step, one.name) in stored]
         assert_in_run(trial, started, 0, kept)
     assert started.stderr.count("not captured") == 1, started.stderr
+
+
+NOBODY = """
+from functools import partial
+import smdist.workers.outlet as outlet
+supervisor = outlet.Supervisor
+outlet.Supervisor = lambda spool, **more: supervisor(
+    spool, python="/bin/false", most_rapid_deaths=2, **more
+)
+outlet.CaptureLimits = partial(outlet.CaptureLimits, block_timeout_s=1.0)
+hook = train(order, close=False)
+print(hook.usage().blocked_s)
+hook.close()
+"""
+
+
+def test_training_waits_once_for_an_uploader_that_never_comes(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    out_dir, root = tmp_path / "out", tmp_path / "spools"
+    started = launcher.start(
+        tmp_path / "rank",
+        NOBODY,
+        steps=8,
+        width=200,
+        hook={"out_dir": str(out_dir), "spool_dir": str(root), "buffer_bytes": 2 << 20},
+    )
+    assert started.wait() == 0, repr(started)
+    assert 1.0 <= float((started.folder / "stdout").read_text()) < 2.0
+    (spool,) = spools(root)
+    assert f"smdist recover {spool}" in started.stderr
+    assert recover(spool, pytest.fail).state == "ended"
+    found = audit(out_dir)
+    stored = {(one.mode_step, one.name) for one in found}
+    with create_trial(out_dir) as trial:
+        dropped = {(drop.mode_step, name) for drop in trial.dropped() for name in drop.names}
+        assert dropped | stored == {(one.step, one.name) for one in started.evidence()}
+        assert trial.missing(0, TRAIN) == {}
+        assert trial.missing(7, TRAIN) == {0: MissingReason.DROPPED}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 from typing_extensions import Self
 
-from smdist.collection import Collection
+from smdist.collection import Collection, CollectionKeys
 from smdist.coordination.membership import Disagreement, MissingReason, RankReport, StepFacts
 from smdist.errors import (
     ConfigurationError,
@@ -103,13 +103,13 @@ class Trial(Follower):
         return set(catalogue.names) if mode is GLOBAL else catalogue.names_of(steps.values())
 
     def _members(self, catalogue: Catalogue, collection: str | Collection) -> set[str]:
-        """Tensors saved as members, and those the collection's definition matches."""
+        """Tensors saved as members; of a collection that the run does not know, those it matches."""
         name = collection if isinstance(collection, str) else collection.name
-        saved = catalogue.members.get(name, set())
-        definition = self.collections().get(name)
-        if definition is None:
-            return saved
-        return saved | {tensor for tensor in catalogue.names if definition.matches(tensor)}
+        if name == CollectionKeys.ALL:
+            return set(catalogue.names)
+        if name in catalogue.members or isinstance(collection, str):
+            return catalogue.members.get(name, set())
+        return {tensor for tensor in catalogue.names if collection.matches(tensor)}
 
     def tensor(self, tname: str) -> Tensor:
         if not self.has_tensor(tname):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from smdist import errors
+from smdist.collection import Collection
 from smdist.identity import ModeKeys
 from smdist.manifest import CollectionInfo
 from smdist.storage import LocalStore
@@ -212,7 +213,8 @@ def test_names_by_step_mode_regex_and_collection(run: RunBuilder, tmp_path: Path
         {
             "fc.weight": Saved(array(1), collections=("weights",)),
             "gradient/fc.weight": Saved(array(1), collections=("gradients",)),
-            "fc.bias": array(1),
+            "fc.bias": Saved(array(1), collections=("custom",)),
+            "optimizer/fc.weight/step": array(1),
         },
     )
     rank.step(EVAL, 0, {"loss": Saved(array(1), collections=("losses",))}, step=1).end()
@@ -226,6 +228,8 @@ def test_names_by_step_mode_regex_and_collection(run: RunBuilder, tmp_path: Path
     assert trial.tensor_names(collection="gradients") == ["gradient/fc.weight"]
     assert trial.tensor_names(collection="custom") == ["fc.bias"]
     assert trial.tensor_names(collection="nowhere") == []
+    assert trial.tensor_names(collection=Collection("mine", ["bias"])) == ["fc.bias"]
+    assert trial.tensor_names(collection="all") == trial.tensor_names()
     weights = trial.collection("weights")
     assert weights is not None
     assert trial.tensor_names(collection=weights) == ["fc.weight"]

@@ -142,7 +142,7 @@ def test_a_disk_that_stays_full_leaves_a_spool_to_send(
     go.touch()
     assert started.wait() == 0, repr(started)
     said = (started.folder / "stdout").read_text()
-    assert "bytes" in said, "close() does not say how much is left"
+    assert re.search(r"[\d.]+ (bytes|[KM]iB)", said), f"close() does not say how much: {said}"
     assert str(out_dir) in said
     (spool,) = spools(root)
     assert f"smdist recover {spool}" in said, f"close() does not say how to send it: {said}"

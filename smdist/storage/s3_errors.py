@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import botocore.exceptions as sdk
+from botocore.parsers import ResponseParserError
 
 from smdist.errors import ObjectNotFound, StoreError, StoreForbidden, StoreFull
 from smdist.storage.s3_settings import S3Location
@@ -118,6 +119,14 @@ _UNREACHABLE = (
     sdk.ProxyConnectionError,
     aiohttp.ClientConnectorError,
 )
+_BROKEN = (
+    sdk.ConnectionError,
+    sdk.HTTPClientError,
+    sdk.IncompleteReadError,
+    sdk.ResponseStreamingError,
+    ResponseParserError,
+    aiohttp.ClientError,
+)
 
 
 @dataclass(frozen=True)
@@ -151,19 +160,24 @@ def classify(error: BaseException) -> Fault | None:
         return Fault("expired", name)
     if isinstance(error, (sdk.SSLError, aiohttp.ClientSSLError)):
         return Fault("unreachable", "SSLError")
-    if isinstance(error, _UNREACHABLE):
+    if isinstance(error, _UNREACHABLE) and not _was_connected(error):
         return Fault("unreachable", name, _reason(error))
-    if isinstance(
-        error, (sdk.HTTPClientError, sdk.ResponseStreamingError, sdk.IncompleteReadError)
-    ):
-        return Fault("transient", name)
-    if isinstance(error, (sdk.ResponseParserError, aiohttp.ClientError)):
-        return Fault("transient", name)
+    if isinstance(error, _BROKEN):
+        code = "ConnectionLost" if _was_connected(error) else name
+        return Fault("transient", code, _reason(error))
     if isinstance(error, (asyncio.TimeoutError, TimeoutError, OSError)):
         return Fault("transient", name, _reason(error))
     if isinstance(error, (sdk.BotoCoreError, ValueError)):
         return Fault("denied", name, _short(str(error)))
     return None
+
+
+def _was_connected(error: BaseException) -> bool:
+    """aiobotocore gives a connection that broke the name of one that never was."""
+    inner = getattr(error, "kwargs", {}).get("error")
+    return isinstance(inner, aiohttp.ClientError) and not isinstance(
+        inner, (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError)
+    )
 
 
 def _answer(response: Any) -> Fault:

@@ -90,7 +90,12 @@ async def sweep(connection: Connection, prefix: str, *, exact: bool = False) -> 
     params = {**place, "Prefix": prefix}
     found: list[tuple[str, str]] = []
     while True:
-        page = await connection.call("list_multipart_uploads", params)
+        try:
+            page = await connection.call("list_multipart_uploads", params)
+        except RequestFailed as failed:
+            if failed.fault.kind != "no_upload":  # rclone's word for none
+                raise
+            break
         uploads = page.get("Uploads", [])
         found += [(u["Key"], u["UploadId"]) for u in uploads if not exact or u["Key"] == prefix]
         # Some servers say "truncated" and give no place to go on from.

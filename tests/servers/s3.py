@@ -62,7 +62,11 @@ class Server:
         return name
 
     def uploads(self, bucket: str) -> list[str]:
-        found = self.client().list_multipart_uploads(Bucket=bucket).get("Uploads", [])
+        client = self.client()
+        try:
+            found = client.list_multipart_uploads(Bucket=bucket).get("Uploads", [])
+        except client.exceptions.NoSuchUpload:  # rclone's word for none
+            return []
         return [upload["Key"] for upload in found]
 
 

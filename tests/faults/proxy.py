@@ -170,6 +170,10 @@ class FaultProxy:
             seen = list(self.requests)
         return sum(method in ("", m) and bool(re.search(target, t)) for m, t in seen)
 
+    def drop(self) -> None:
+        """Cut every connection there is; what a silent one holds back goes with it."""
+        self._loop.call_soon_threadsafe(self._cancel)
+
     # -- life ------------------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -189,10 +193,13 @@ class FaultProxy:
 
     async def _end(self) -> None:
         self._server.close()
-        for task in list(self._connections):
-            task.cancel()
+        self._cancel()
         if self._connections:
             await asyncio.wait(self._connections)
+
+    def _cancel(self) -> None:
+        for task in self._connections:
+            task.cancel()
 
     # -- one connection --------------------------------------------------------------------------
 

@@ -422,6 +422,10 @@ def test_a_cancelled_upload_is_aborted(
         with pytest.raises(asyncio.CancelledError):
             await put
         assert store.statistics().in_flight_bytes == 0
+        # The transport keeps what the silent server did not take until the connection ends.
+        proxy.clear()
+        proxy.drop()
+        assert await store.list() == []
 
     run(proxy.url(bucket), work)
     deadline = time.monotonic() + 5

@@ -93,6 +93,11 @@ class Capture(Generic[T]):
         self._stalled_at = -1  # how far the store had come when a wait for room ran out
         self._troubles: dict[str, int] = {}
         self._ended = False
+        self._attended: Callable[[], bool] = lambda: True
+
+    def attended_by(self, running: Callable[[], bool]) -> None:
+        """`running` tells whether an uploader is at work or will be; if not, no wait is worth it."""
+        self._attended = running
 
     # -- steps --------------------------------------------------------------------------------
 
@@ -323,19 +328,23 @@ class Capture(Generic[T]):
             return f"{nbytes} bytes at once exceed buffer_bytes={limit}; raise it"
         if self._limits.on_full == "drop":
             return f"the buffer of {limit} bytes was full"
-        timeout_s = self._limits.block_timeout_s
         # One such wait is enough: a job must not stand still once more for every tensor.
         if self._ledger.acked != self._stalled_at:
             began = time.monotonic()
             spot = self._block(ref, nbytes, began)
             self._blocked_s += time.monotonic() - began
             self._stalled_at = -1 if spot else self._ledger.acked
-        return spot or f"no room for {timeout_s:.0f} s; {self._ledger.trouble or 'slow uploader'}"
+        if spot is None and not self._attended():
+            return "the buffer was full and no uploader is left to empty it"
+        wait = f"{self._limits.block_timeout_s:.0f} s"
+        return spot or f"no room for {wait}; {self._ledger.trouble or 'slow uploader'}"
 
     def _block(self, ref: StepRef, nbytes: int, began: float) -> Spot | None:
         told = False
         self._commit(Flush())
         while (waited := time.monotonic() - began) < self._limits.block_timeout_s:
+            if not self._attended():
+                return None
             self._doorbell.ring()
             self._lock.wait(min(0.0005 + waited / 20, 0.02))  # lets other threads commit meanwhile
             self._buffer.reclaim(self._ledger.acked)

@@ -272,6 +272,21 @@ def test_blocking_ends_after_the_timeout(
     assert not capture.save(plan, arrays)
     assert capture.usage().dropped_bytes == 3 << 20
     assert lines
+    once = capture.usage().blocked_s
+    assert not capture.save(plan, arrays)
+    assert capture.usage().blocked_s == once
+
+
+def test_nobody_is_waited_for_when_no_uploader_is_left(
+    make: Callable[..., Capture[Array]],
+) -> None:
+    capture = make(buffer_bytes=4 << 20, block_timeout_s=3600.0)
+    capture.attended_by(lambda: False)
+    plan, arrays = plan_of(big=np.zeros(3 << 20, np.uint8))
+    capture.begin(step(0))
+    assert capture.save(plan, arrays)
+    assert not capture.save(plan, arrays)
+    assert capture.usage().dropped_bytes == 3 << 20
 
 
 def test_a_part_larger_than_the_buffer_is_dropped_at_once_with_the_remedy(

@@ -7,6 +7,7 @@
     segments/<worker>/<attempt>-<seq>-<life>.safetensors       before the manifest that names it
     manifests/<worker>/<attempt>-<seq>.json      RankManifest  the commit point of a rank
     heartbeats/<worker>/<attempt>.json           Heartbeat     every few seconds, overwritten in place
+    summaries/<worker>/<attempt>.json            RankSummary   after the last manifest; may be missing
 
 A rank writes only its own keys (`run.json` and `layouts/` have the same bytes whoever writes them
 first). The JSON is the format, versioned by `Run.format`; these classes are only its reader.
@@ -30,6 +31,7 @@ __all__ = [
     "Heartbeat",
     "RankManifest",
     "RankState",
+    "RankSummary",
     "Run",
     "Session",
     "StepEntry",
@@ -39,6 +41,7 @@ __all__ = [
     "manifest_key",
     "segment_key",
     "session_key",
+    "summary_key",
 ]
 
 FORMAT = 1
@@ -154,6 +157,28 @@ class RankManifest(msgspec.Struct, frozen=True):
         return worker_name(self.rank)
 
 
+class RankSummary(msgspec.Struct, frozen=True):
+    """All manifests of a session that has ended, and the session: one request instead of many.
+
+    It says nothing that they do not say, so reading it besides, instead or not at all gives the
+    same view. Attached segments may be left out; entries then name the key of their manifest.
+    """
+
+    session: Session
+    manifests: tuple[RankManifest, ...]  # seq 0 to the last
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is what it should be; if not, the manifests are to be read."""
+        seqs = [manifest.seq for manifest in self.manifests]
+        sessions = {manifest.session for manifest in self.manifests}
+        return (
+            seqs == list(range(len(seqs)))
+            and sessions == {self.session.session}
+            and self.manifests[-1].state != "active"
+        )
+
+
 class Heartbeat(msgspec.Struct, frozen=True):
     session: str
     rank: int
@@ -191,3 +216,7 @@ def manifest_key(worker: str, attempt: int, seq: int) -> str:
 
 def heartbeat_key(worker: str, attempt: int) -> str:
     return f"heartbeats/{worker}/{attempt:06d}.json"
+
+
+def summary_key(worker: str, attempt: int) -> str:
+    return f"summaries/{worker}/{attempt:06d}.json"

@@ -9,13 +9,14 @@ names; the next uploader asks the store (`resume_point`), removes those, and goe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
-from smdist.errors import ObjectExists
+from smdist.errors import ObjectExists, StoreForbidden
 from smdist.identity import worker_name
 from smdist.manifest import RankManifest, RankState, Session, layout_key, manifest_key, segment_key
 from smdist.pipeline.attached import attach, attachable
@@ -70,11 +71,22 @@ async def resume_point(store: Store, session: Session) -> ResumePoint:
 
 
 async def _sweep(store: Store, worker: str, attempt: int, seq: int) -> None:
-    """Remove segments that no manifest came to name."""
-    first = segment_key(worker, attempt, seq, "")
-    for key in await store.list(f"segments/{worker}/{attempt:06d}-"):
-        if key >= first:
+    """Remove segments that no manifest came to name, and uploads that were never completed."""
+    prefix = f"segments/{worker}/{attempt:06d}-"
+    # Credentials may allow to write and not to remove: then it stays, and harms nobody.
+    with contextlib.suppress(StoreForbidden):
+        for key in await store.list(prefix, after=segment_key(worker, attempt, seq, "")):
             await store.delete(key)
+    if isinstance(store, HasUploads):
+        with contextlib.suppress(StoreForbidden):
+            await store.sweep_uploads(prefix)
+
+
+@runtime_checkable
+class HasUploads(Protocol):
+    """A store in which a killed writer may leave uploads that no listing shows."""
+
+    async def sweep_uploads(self, prefix: str) -> int: ...
 
 
 class Committer:
@@ -88,7 +100,10 @@ class Committer:
         patience: Patience,
         seq: int,
         attach_bytes: int = 0,
+        note: Callable[[RankManifest], None] = lambda _manifest: None,
     ) -> None:
+        """`note` is told each manifest once it is in the store."""
+        self._note = note
         self._store, self._session = store, session
         self._attach_bytes = attach_bytes
         self.last_commit_at = float("-inf")  # monotonic
@@ -155,7 +170,9 @@ class Committer:
         for described in batch.news.described:
             await self._put(described.key, (described.data,))
         manifest = self._manifest(batch, ending or Ending("active", ""))
-        await self._put_manifest(manifest if apart else attach(manifest, batch.segment))
+        manifest = manifest if apart else attach(manifest, batch.segment)
+        await self._put_manifest(manifest)
+        self._note(manifest)
         closed = sum(entry.closed for entry in batch.segment.entries)
         self._ledger.add_stored(batch.segment.nbytes, closed)
         self._ledger.acked = batch.news.upto

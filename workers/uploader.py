@@ -41,6 +41,7 @@ from smdist.workers.ledger import Ledger
 from smdist.workers.patience import GaveUp, Patience
 from smdist.workers.processes import alive, watching
 from smdist.workers.spool import Doorbell, Spool
+from smdist.workers.summary import Summary
 from smdist.workers.supervisor import LEFT_BEHIND
 
 __all__ = ["Uploader", "main"]
@@ -48,6 +49,10 @@ __all__ = ["Uploader", "main"]
 _MOST_IN_FLIGHT = 3  # batches, and no more bytes than two full ones
 _BREATH_S = 0.005  # between two looks at the journal, however often the bell rings
 _LOOK_S = 1.0  # look at least so often: parts of an open step ring no bell
+_DEADLINE_S = (
+    10.0  # of one request and its retries; patience, which tells the user, goes on from there
+)
+_SUMMARY_S = 30.0
 _FAREWELL_S = 5.0  # for a heartbeat that is being written at the end
 
 
@@ -73,6 +78,7 @@ class Uploader:
         self.hurries = 0
         self._life = secrets.token_hex(4)
         self._committer: Committer | None = None
+        self._summary = Summary(spool.info.session)
 
     def hurry(self) -> None:
         """Write everything out now and from now on. Asked again: stop, stored or not."""
@@ -105,11 +111,13 @@ class Uploader:
                 ending = await self._upload(store, start, stack)
             else:
                 ending = Ending(start.last.state, start.last.reason)
+            await self._summarise(store, start)
             self._ledger.trouble, self._ledger.uploader_pid = "", 0
             return ending
 
     async def _open_store(self) -> Store:
-        return await asyncio.to_thread(open_store, self._info.out_dir)
+        opening = functools.partial(open_store, self._info.out_dir, deadline_s=_DEADLINE_S)
+        return await asyncio.to_thread(opening)
 
     async def _upload(
         self, store: Store, start: ResumePoint, stack: contextlib.AsyncExitStack
@@ -125,10 +133,23 @@ class Uploader:
         stack.callback(doorbell.close)
         stack.callback(self._arenas.close)
         session, attach_bytes = self._info.session, self._options.attach_bytes
-        committer = Committer(store, session, ledger, self._patience, start.seq, attach_bytes)
+        committer = Committer(
+            store, session, ledger, self._patience, start.seq, attach_bytes, self._summary.note
+        )
         stack.push_async_callback(committer.close)
         self._committer = committer
         return await self._loop(journal, doorbell, committer, upto)
+
+    async def _summarise(self, store: Store, start: ResumePoint) -> None:
+        """Leave readers one object instead of many. They can do without."""
+
+        async def write() -> None:
+            count = start.seq if self._committer is None else self._committer.seq
+            if self._committer is not None or not await self._summary.exists(store):
+                await self._summary.write(store, count)
+
+        with contextlib.suppress(SmdistError, OSError, ValueError, asyncio.TimeoutError):
+            await asyncio.wait_for(write(), _SUMMARY_S)
 
     # -- the loop --------------------------------------------------------------------------------
 

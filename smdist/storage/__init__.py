@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from smdist.storage.base import Buffer, Store
 from smdist.storage.local import LocalStore
-from smdist.storage.location import check_writable, open_store
+from smdist.storage.location import check_writable, is_remote, open_store
 from smdist.storage.memory import MemoryStore
 
-__all__ = ["Buffer", "LocalStore", "MemoryStore", "Store", "check_writable", "open_store"]
+__all__ = [
+    "Buffer",
+    "LocalStore",
+    "MemoryStore",
+    "Store",
+    "check_writable",
+    "is_remote",
+    "open_store",
+]

@@ -16,24 +16,37 @@ from smdist.storage.local import LocalStore
 if TYPE_CHECKING:
     from smdist.storage.base import Store
 
-__all__ = ["check_writable", "open_store"]
+__all__ = ["check_writable", "is_remote", "open_store"]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_COLLAPSED = re.compile(r"s3:/[^/]", re.IGNORECASE)
 
 
-def open_store(url: str | os.PathLike[str]) -> Store:
-    """The store at a path, `~/path`, `file://` or `s3://` URL; touches nothing yet."""
+def is_remote(url: str | os.PathLike[str]) -> bool:
+    """Whether every object there is a request, and the place the same from everywhere."""
+    return os.fspath(url)[:5].lower() == "s3://"
+
+
+def open_store(url: str | os.PathLike[str], *, deadline_s: float | None = None) -> Store:
+    """The store at a path, `~/path`, `file://` or `s3://` URL; touches nothing yet.
+
+    After `deadline_s` an operation over a network raises what fails; without it, after a minute.
+    """
     text = os.fspath(url)
     if not text or "\0" in text:
         raise ConfigurationError(f"{text!r} is no place to store a run: give a path or s3://...")
     found = _SCHEME.match(text)
     if found is None:
+        if _COLLAPSED.match(text):
+            raise ConfigurationError(
+                f"{text!r} has lost a slash, as pathlib takes it away: give an s3:// URL as text"
+            )
         return LocalStore(text)
     scheme = found[1].lower()
     if scheme == "file":
         return LocalStore(_file_path(text))
     if scheme == "s3":
-        return _open_s3(text)
+        return _open_s3(text, deadline_s)
     raise ConfigurationError(
         f"smdist cannot store in {text!r}: use a path, file:// or s3://, not {scheme}://"
     )
@@ -63,7 +76,7 @@ def _file_path(url: str) -> str:
     return unquote(url[url.index("://") + 3 + len(parts.netloc) :])
 
 
-def _open_s3(url: str) -> Store:
+def _open_s3(url: str, deadline_s: float | None) -> Store:
     try:
         module = importlib.import_module("smdist.storage.s3")
     except ModuleNotFoundError as error:
@@ -72,7 +85,8 @@ def _open_s3(url: str) -> Store:
         raise ConfigurationError(
             f"{url!r} needs S3 support, which is not installed: pip install 'smdist[s3]'"
         ) from error
-    store: Store = module.open_s3(url)
+    options = None if deadline_s is None else module.S3Options(deadline_s=deadline_s)
+    store: Store = module.open_s3(url, options)
     return store
 
 

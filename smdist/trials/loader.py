@@ -2,7 +2,8 @@
 
 Runs on the event loop that owns the store; one `poll` at a time. What is immutable is read once:
 sessions and manifests by their keys (a rank's manifests are listed after the last one read),
-layouts by digest. A rank whose last manifest says "ended" is not asked again.
+layouts by digest. A rank whose last manifest says "ended" is not asked again. A rank that has ended
+before we came has left a summary: one request instead of its session and all its manifests.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from smdist.manifest import (
     Collections,
     Heartbeat,
     RankManifest,
+    RankSummary,
     Run,
     Session,
     collections_key,
@@ -42,7 +44,11 @@ A = TypeVar("A")
 T = TypeVar("T")
 
 _SESSION = re.compile(r"sessions/worker_(\d+)/(\d+)\.json")
-_MANIFEST = re.compile(r"manifests/worker_\d+/\d+-(\d+)\.json")
+_SUMMARY = re.compile(r"summaries/worker_(\d+)/(\d+)\.json")
+_MANIFEST = re.compile(r"manifests/worker_(\d+)/(\d+)-(\d+)\.json")
+
+Owner = tuple[int, int]
+"""Attempt and rank."""
 
 
 @dataclass
@@ -90,7 +96,7 @@ class Loader:
         self._store = store
         self._concurrency = concurrency
         self._sessions: set[str] = set()
-        self._progress: dict[tuple[int, int], _Progress] = {}
+        self._progress: dict[Owner, _Progress] = {}
         self._layouts: set[str] = set()
         self._wanted: set[str] = set()
         self._described = False
@@ -115,11 +121,8 @@ class Loader:
     async def poll(self) -> News:
         news = News()
         await self._poll_sessions(news)
-        live = [key for key, progress in self._progress.items() if not progress.ended]
-        found = await self._each(self._fresh, live)
-        await self._each(
-            partial(self._load_manifest, news), [one for some in found for one in some]
-        )
+        live = [owner for owner, progress in self._progress.items() if not progress.ended]
+        await self._each(partial(self._load_manifest, news), await self._fresh(live))
         await self._each(partial(self._poll_heartbeat, news), live)
         await self._each(partial(self._load_layout, news), sorted(self._wanted))
         if live or not self._described:
@@ -152,41 +155,88 @@ class Loader:
 
     async def _poll_sessions(self, news: News) -> None:
         found = [(key, _SESSION.fullmatch(key)) for key in await self._store.list("sessions/")]
-        fresh = [(key, match) for key, match in found if match and key not in self._sessions]
-        load = partial(self._decode, news, Session)
-        for session in await self._each(load, [key for key, _ in fresh]):
+        fresh = {
+            (int(match[2]), int(match[1])): key
+            for key, match in found
+            if match and key not in self._sessions
+        }
+        if not fresh:
+            return
+        summarised = [
+            (owner, key)
+            for key in await self._store.list("summaries/")
+            if (match := _SUMMARY.fullmatch(key))
+            and (owner := (int(match[2]), int(match[1]))) in fresh
+        ]
+        await self._each(partial(self._load_summary, news), summarised)
+        self._sessions.update(fresh.values())
+        rest = [key for owner, key in fresh.items() if owner not in self._progress]
+        for session in await self._each(partial(self._decode, news, Session), rest):
             if session is not None:
                 add(news.facts, session)
-        for key, match in fresh:
-            self._sessions.add(key)
-            self._progress.setdefault((int(match[2]), int(match[1])), _Progress())
+        for owner in fresh:
+            self._progress.setdefault(owner, _Progress())
 
-    async def _fresh(self, owner: tuple[int, int]) -> list[_Fresh]:
-        """Manifests of a rank in an attempt that were not read yet."""
+    async def _load_summary(self, news: News, found: tuple[Owner, str]) -> None:
+        owner, key = found
+        try:
+            summary = msgspec.json.decode(await self._store.get(key), type=RankSummary)
+        except (ObjectNotFound, msgspec.DecodeError):
+            return  # the manifests say the same
+        session = summary.session
+        if not summary.whole or (session.attempt, session.rank) != owner:
+            return
+        add(news.facts, session)
+        progress = self._progress[owner] = _Progress(final=True)
+        for manifest in summary.manifests:
+            key = manifest_key(manifest.worker, manifest.attempt, manifest.seq)
+            self._take(news, key, manifest)
+            progress.saw(manifest.seq)
+
+    async def _fresh(self, live: Sequence[Owner]) -> list[_Fresh]:
+        """Manifests that were not read yet."""
+        new = [owner for owner in live if not self._progress[owner].upto]
+        keys: list[str] = []
+        if len(new) > 1 and 2 * len(new) > len(self._progress):
+            # Most of what there is: one listing of all takes fewer requests than one for each.
+            keys += await self._store.list("manifests/")
+            live = [owner for owner in live if self._progress[owner].upto]
+        for some in await self._each(self._list, live):
+            keys += some
+        found = []
+        for key in keys:
+            if match := _MANIFEST.fullmatch(key):
+                rank, attempt, seq = map(int, match.groups())
+                progress = self._progress.get((attempt, rank))
+                if progress is not None and not progress.ended and progress.lacks(seq):
+                    found.append(_Fresh(progress, seq, key))
+        return found
+
+    async def _list(self, owner: Owner) -> Sequence[str]:
         attempt, rank = owner
         progress, worker = self._progress[owner], worker_name(rank)
         # A gap keeps the listing before it: a manifest that appears late is not overlooked.
         after = manifest_key(worker, attempt, progress.upto - 1) if progress.upto else ""
-        keys = await self._store.list(f"manifests/{worker}/{attempt:06d}-", after=after)
-        found = ((_MANIFEST.fullmatch(key), key) for key in keys)
-        pairs = [(int(match[1]), key) for match, key in found if match]
-        return [_Fresh(progress, seq, key) for seq, key in pairs if progress.lacks(seq)]
+        return await self._store.list(f"manifests/{worker}/{attempt:06d}-", after=after)
 
     async def _load_manifest(self, news: News, fresh: _Fresh) -> None:
         manifest = await self._decode(news, RankManifest, fresh.key)
         fresh.progress.saw(fresh.seq)
         if manifest is None:
             return
-        manifest, data = settle(fresh.key, manifest)
-        if data:
-            news.attached[fresh.key] = data
-        add(news.facts, manifest)
+        self._take(news, fresh.key, manifest)
         if manifest.state == "ended":
             fresh.progress.final = True
+
+    def _take(self, news: News, key: str, manifest: RankManifest) -> None:
+        manifest, data = settle(key, manifest)
+        if data:
+            news.attached[key] = data
+        add(news.facts, manifest)
         named = {entry.layout for entry in manifest.steps if entry.layout}
         self._wanted |= named - self._layouts
 
-    async def _poll_heartbeat(self, news: News, owner: tuple[int, int]) -> None:
+    async def _poll_heartbeat(self, news: News, owner: Owner) -> None:
         attempt, rank = owner
         key = heartbeat_key(worker_name(rank), attempt)
         try:

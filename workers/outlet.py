@@ -13,8 +13,8 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 
@@ -23,21 +23,22 @@ import msgspec
 from smdist.config import HookConfig
 from smdist.identity import StepRef, worker_name
 from smdist.manifest import Session
-from smdist.storage import check_writable, open_store
+from smdist.storage import Store, check_writable, is_remote, open_store, sync
 from smdist.workers.capture import Capture, CaptureLimits, Usage
 from smdist.workers.enrol import Enrolment, check_place, enrol, saves
 from smdist.workers.host import Host
 from smdist.workers.memory import choose_spool, default_buffer_bytes, read_memory
 from smdist.workers.part import PartPlan
 from smdist.workers.processes import start_ticks
-from smdist.workers.progress import DrainProgress
+from smdist.workers.progress import DrainProgress, left
 from smdist.workers.rank import Identity, resolve_rank
 from smdist.workers.spool import Spool, SpoolInfo, UploadOptions, private_root, spool_name
 from smdist.workers.supervisor import Supervisor
 
 __all__ = ["DrySink", "Outlet", "Sink", "Whereabouts"]
 
-_ATTACH_BYTES = 48 << 10
+_ATTACH_BYTES = 256 << 10
+_CHECK_S = 5.0  # of one request and its retries, over a network
 
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
@@ -145,14 +146,24 @@ class Outlet(Generic[T]):
         config, identity = self._config, self.identity
         if config.dry_run or not saves(identity.rank, config.include_workers):
             return
-        check_place(
-            open_store(config.out_dir),
-            identity,
-            resume=config.resume,
-            explicit_attempt=self._where.attempt,
-        )
-        if identity.settled:
+        remote = is_remote(config.out_dir)
+        if remote:
+            # First, as it knows best what is wrong with bucket or credentials. It leaves nothing
+            # behind, so a rank that may yet turn out not to save does it too.
             check_writable(config.out_dir)
+        with self._store(_CHECK_S) as store:
+            check_place(store, identity, resume=config.resume, explicit_attempt=self._where.attempt)
+        if not remote:
+            check_writable(config.out_dir)
+
+    @contextmanager
+    def _store(self, deadline_s: float | None = None) -> Iterator[Store]:
+        """For an errand of this process. It stays on the loop of `sync`, which closes it again."""
+        store = open_store(self._config.out_dir, deadline_s=deadline_s)
+        try:
+            yield store
+        finally:
+            sync.run(store.close())
 
     # -- life ---------------------------------------------------------------------------------
 
@@ -190,17 +201,20 @@ class Outlet(Generic[T]):
         capture = Capture(spool, self._host, limits, self._say)
         self._supervisor = Supervisor(spool, trouble=self._trouble)
         self._supervisor.start()
+        supervisor = self._supervisor
+        capture.attended_by(lambda: supervisor.running)
         return capture
 
     def _enrol(self, identity: Identity) -> Enrolment:
-        return enrol(
-            open_store(self._config.out_dir),
-            identity,
-            include_workers=self._config.include_workers,
-            resume=self._config.resume,
-            framework=self._config.framework.name,
-            explicit_attempt=self._where.attempt,
-        )
+        with self._store() as store:
+            return enrol(
+                store,
+                identity,
+                include_workers=self._config.include_workers,
+                resume=self._config.resume,
+                framework=self._config.framework.name,
+                explicit_attempt=self._where.attempt,
+            )
 
     def _make_spool(self, identity: Identity, enrolment: Enrolment, buffer_bytes: int) -> Spool:
         environ = dict(os.environ)
@@ -229,7 +243,7 @@ class Outlet(Generic[T]):
             for key in ("linger_s", "segment_bytes", "drain_deadline_s")
             if (value := getattr(self._config, key)) is not None
         }
-        if self._config.out_dir.startswith("s3://"):  # where every object is a request
+        if is_remote(self._config.out_dir):  # where every object is a request
             given["attach_bytes"] = _ATTACH_BYTES
         return UploadOptions(**given)
 
@@ -245,27 +259,30 @@ class Outlet(Generic[T]):
         if capture is None:
             return ""
         capture.end(reason)
-        drained = self._drain(capture, supervisor, timeout_s)
+        drained, trouble = self._drain(capture, supervisor, timeout_s)
         usage = capture.usage()
         capture.close()
         if drained:
             if supervisor is not None:
                 supervisor.join(5.0)  # it only removes its spool now
             return ""
-        left = max(usage.captured_bytes - usage.stored_bytes, 0)
-        text = f"{self._worker}: {left} bytes in {usage.pending_records} records"
+        text = f"{self._worker}: {left(usage)}"
         send = f"smdist recover {shlex.quote(str(self._spool))}"
         if supervisor is not None and not supervisor.running:
             return (
                 f"{text} wait in the spool, as no uploader could be kept running; "
                 f"store them with: {send}"
             )
+        why = f" ({trouble})" if trouble else ""
         return (
-            f"{text} were not in {self._config.out_dir} after {timeout_s:.0f} s; the uploader goes "
-            f"on by itself. Should it end before all is stored: {send}"
+            f"{text} were not in {self._config.out_dir} after {timeout_s:.0f} s{why}; the uploader "
+            f"goes on by itself. Should it end before all is stored: {send}"
         )
 
-    def _drain(self, capture: Capture[T], supervisor: Supervisor | None, timeout_s: float) -> bool:
+    def _drain(
+        self, capture: Capture[T], supervisor: Supervisor | None, timeout_s: float
+    ) -> tuple[bool, str]:
+        """Whether all is stored, and what last held the uploader up."""
         with closing(DrainProgress(self._worker, self._log)) as progress:
 
             def watch(usage: Usage, trouble: str) -> None:
@@ -274,9 +291,9 @@ class Outlet(Generic[T]):
                 progress(usage, trouble)
 
             try:
-                return capture.drain(timeout_s, watch)
+                return capture.drain(timeout_s, watch), progress.trouble
             except _UploaderGoneError:  # or it finished while we looked
-                return capture.usage().pending_records == 0
+                return capture.usage().pending_records == 0, progress.trouble
 
     def abandon(self) -> None:
         """In a forked child: the session is the parent's. Nothing of it is touched."""

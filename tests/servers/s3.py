@@ -80,6 +80,9 @@ def _client(endpoint: str, key: str, secret: str, service: str) -> Any:
         aws_secret_access_key=secret,
         config=Config(
             s3={"addressing_style": "path"},
+            connect_timeout=5,
+            read_timeout=20,  # a server that hangs shows as such, not as a test that takes too long
+            retries={"total_max_attempts": 2},
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
         ),

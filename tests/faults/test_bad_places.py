@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import smdist.pytorch as smd
 from smdist.coordination.membership import MissingReason
@@ -170,16 +169,9 @@ def refused_places(folder: Path, read_only: Path) -> list[Path]:
 def test_places_that_cannot_be_written(tmp_path: Path, small_disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     for out_dir in refused_places(tmp_path, small_disk):
-        # Where the rank is known, at once.
-        with pytest.raises(StoreForbidden, match=re.escape(str(out_dir))):
-            smd.Hook(out_dir, rank=0, world_size=1)
-        # Where a process group may still say that this is another rank, with the first step.
-        hook = smd.Hook(out_dir, save_config=smd.SaveConfig(save_interval=1))
-        model = torch.nn.Linear(2, 2)
-        hook.register_module(model)
-        with pytest.raises(StoreForbidden, match=re.escape(str(out_dir))):
-            model(torch.ones(1, 2))
-        hook.close()
+        for rank, world_size in ((0, 1), (None, None)):
+            with pytest.raises(StoreForbidden, match=re.escape(str(out_dir))):
+                smd.Hook(out_dir, rank=rank, world_size=world_size)
     assert (tmp_path / "file").read_text() == "mine"
     assert not tree(small_disk)
 
@@ -475,14 +467,14 @@ supervisor = outlet.Supervisor
 outlet.Supervisor = lambda spool, **more: supervisor(
     spool, python="/bin/false", most_rapid_deaths=2, **more
 )
-outlet.CaptureLimits = partial(outlet.CaptureLimits, block_timeout_s=1.0)
+outlet.CaptureLimits = partial(outlet.CaptureLimits, block_timeout_s=60.0)
 hook = train(order, close=False)
 print(hook.usage().blocked_s)
 hook.close()
 """
 
 
-def test_training_waits_once_for_an_uploader_that_never_comes(
+def test_training_does_not_wait_for_an_uploader_that_never_comes(
     launcher: Launcher, tmp_path: Path
 ) -> None:
     out_dir, root = tmp_path / "out", tmp_path / "spools"
@@ -494,7 +486,7 @@ def test_training_waits_once_for_an_uploader_that_never_comes(
         hook={"out_dir": str(out_dir), "spool_dir": str(root), "buffer_bytes": 2 << 20},
     )
     assert started.wait() == 0, repr(started)
-    assert 1.0 <= float((started.folder / "stdout").read_text()) < 2.0
+    assert float((started.folder / "stdout").read_text()) < 2.0
     (spool,) = spools(root)
     assert f"smdist recover {spool}" in started.stderr
     assert recover(spool, pytest.fail).state == "ended"

@@ -81,19 +81,18 @@ def run(order: dict[str, Any], rank: int) -> None:
     hook.register_module(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     copies: dict[str, np.ndarray[Any, Any]] = {}
-    stop, longest = Path(order["kept"]) / "stop", 0.0
+    stop, progress = (Path(order["kept"]) / name for name in ("stop", f"step-{rank}"))
     for step in range(order["steps"]):
         for name, parameter in model.named_parameters():
             copies[f"{step}/{name}"] = parameter.detach().numpy().copy()
         optimizer.zero_grad()
-        began = time.perf_counter()
         model(torch.randn(3, order.get("width", 4))).square().sum().backward()
         hook.save_scalar("twice", 2 * step)
-        longest = max(longest, time.perf_counter() - began) if step else 0.0
         optimizer.step()
         if step == 0:
             say(spool=str(hook._outlet._spool))
             watch.on = True
+        progress.write_text(str(step))
         time.sleep(order.get("step_s", 0.0))  # what else a step would do
         if order.get("until_stopped") and stop.exists():
             break
@@ -105,7 +104,7 @@ def run(order: dict[str, Any], rank: int) -> None:
     hook.close()
     np.savez(Path(order["kept"]) / f"{rank}.npz", **copies)  # type: ignore[arg-type]
     blocked_s = usage.blocked_s if usage else -1.0
-    say(rank=rank, blocked_s=blocked_s, network=watch.seen, steps=step + 1, longest_s=longest)
+    say(rank=rank, blocked_s=blocked_s, network=watch.seen, steps=step + 1)
 
 
 def main(order: dict[str, Any]) -> None:

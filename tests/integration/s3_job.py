@@ -66,12 +66,16 @@ def die_with_the_uploader() -> None:
 
 class Watch:
     def __init__(self) -> None:
-        self.on, self.seen = False, list[str]()
+        self.on, self.seen, self.seen_before = False, list[str](), 0
         sys.addaudithook(self._audit)
 
     def _audit(self, event: str, _: Any) -> None:
-        if self.on and event in NETWORK:
+        if event not in NETWORK:
+            return
+        if self.on:
             self.seen.append(event)
+        else:
+            self.seen_before += 1
 
 
 def run(order: dict[str, Any], rank: int) -> None:
@@ -103,8 +107,13 @@ def run(order: dict[str, Any], rank: int) -> None:
         die_with_the_uploader()
     hook.close()
     np.savez(Path(order["kept"]) / f"{rank}.npz", **copies)  # type: ignore[arg-type]
-    blocked_s = usage.blocked_s if usage else -1.0
-    say(rank=rank, blocked_s=blocked_s, network=watch.seen, steps=step + 1)
+    say(
+        rank=rank,
+        blocked_s=usage.blocked_s if usage else -1.0,
+        network=watch.seen,
+        network_before=watch.seen_before,
+        steps=step + 1,
+    )
 
 
 def main(order: dict[str, Any]) -> None:

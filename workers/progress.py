@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -24,9 +25,11 @@ _EVERY_S = 10.0
 class DrainProgress:
     """Quiet for the first second; then a bar on a terminal, else a line in the log now and then."""
 
-    def __init__(self, worker: str, log: logging.Logger) -> None:
-        self._worker, self._log = worker, log
-        self._began = self._told = time.monotonic()
+    def __init__(
+        self, worker: str, log: logging.Logger, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._worker, self._log, self._clock = worker, log, clock
+        self._began = self._told = clock()
         self._stored_before: int | None = None
         self._stack = ExitStack()
         self._bar: tuple[Progress, TaskID] | None = None
@@ -36,7 +39,7 @@ class DrainProgress:
         self._stack.close()
 
     def __call__(self, usage: Usage, trouble: str) -> None:
-        now = time.monotonic()
+        now = self._clock()
         self.trouble = trouble
         if self._stored_before is None:
             self._stored_before = usage.stored_bytes

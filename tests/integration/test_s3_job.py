@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import uuid
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from smdist import create_trial
+from smdist.identity import ModeKeys
+from smdist.storage import open_store, sync
 from smdist.trials import RankStatus
-from tests.integration.s3_jobs import assert_equals_copies, cli, run_job, start_job
+from tests.integration.s3_jobs import assert_equals_copies, cli, environment, run_job, start_job
+from tests.run_builder import RunBuilder
 from tests.servers.s3 import Server, aws, moto, rclone
 
 __all__ = ["aws", "moto", "rclone"]  # fixtures
@@ -52,6 +58,27 @@ def test_the_usual_environment_reaches_the_uploader(
     url = f"s3://{bucket}/run"
     ran = run_job(tmp_path, url)
     assert_equals_copies(url, ran, ranks=1, steps=4)
+
+
+def test_a_script_that_closes_nothing_ends_in_silence(rclone: Server, tmp_path: Path) -> None:
+    bucket = rclone.make_bucket(f"lax-{uuid.uuid4().hex[:12]}")
+    url = rclone.url(bucket)
+    store = open_store(url)
+    RunBuilder(store).rank(0).step(ModeKeys.TRAIN, 0, {"x": np.zeros(3)}).end()
+    sync.run(store.close())
+    script = (
+        f"from smdist import create_trial; trial = create_trial({url!r}); print(trial.steps());"
+        f"create_trial({url!r}).tensor('x').value(0); print(trial.name)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "always", "-c", script],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "[0]\nrun\n"
+    assert done.stderr == ""
 
 
 def test_what_a_killed_pair_left_is_recovered(server: Server, bucket: str, tmp_path: Path) -> None:

@@ -179,3 +179,28 @@ except KeyboardInterrupt:
         out, _ = process.communicate(timeout=30)
     assert out == "interrupted True\n"
     assert process.returncode == 0
+
+
+def test_what_is_kept_is_closed_when_its_owner_goes_and_at_exit() -> None:
+    code = (
+        HEAD
+        + """
+import gc
+class Owner: pass
+def close_of(name):
+    async def close():
+        print(name, threading.current_thread().name, flush=True)
+    return close
+first, second = Owner(), Owner()
+sync.keep(first, close_of("collected"))
+sync.keep(second, close_of("at exit"))
+sync.run(ident())
+del first
+gc.collect()
+sync.run(ident())
+print("end", flush=True)
+"""
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "collected smdist-loop\nend\nat exit smdist-loop\n"
+    assert done.stderr == ""

@@ -86,7 +86,8 @@ $(VENV)/smdist.stamp: pyproject.toml setup.py constraints/main.txt smdist/_kerne
 	@touch $@
 
 test-oldest: $(OLDEST)/smdist.stamp
-	@$(OLDEST)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/unit tests/contracts $(ARGS)
+	@$(OLDEST)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/unit tests/contracts \
+	  -m "not torch" --ignore-glob="tests/unit/test_torch_*" $(ARGS)
 
 $(OLDEST)/smdist.stamp: pyproject.toml setup.py constraints/oldest.txt smdist/_kernel.c
 	@echo "[1/2] virtual environment in $(OLDEST)"
@@ -94,7 +95,7 @@ $(OLDEST)/smdist.stamp: pyproject.toml setup.py constraints/oldest.txt smdist/_k
 	@echo "[2/2] smdist with the oldest versions it supports, without torch"
 	@$(OLDEST)/bin/python $(PIP_INSTALL) -c constraints/oldest.txt setuptools
 	@rm -f smdist/_kernel*.so
-	@$(OLDEST)/bin/python $(PIP_INSTALL) -c constraints/oldest.txt $(EDITABLE) '.[test]'
+	@$(OLDEST)/bin/python $(PIP_INSTALL) -c constraints/oldest.txt $(EDITABLE) '.[test,servers]'
 	@touch $@
 
 clean:

@@ -90,4 +90,4 @@ def _open_s3(url: str, deadline_s: float | None) -> Store:
     return store
 
 
-_S3_MODULES = {"smdist", "aiobotocore", "aiohttp", "botocore"}
+_S3_MODULES = {"smdist", "aiobotocore", "aiohttp", "boto3", "botocore"}

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-pytest.importorskip("torch")
-
 from tests.faults.launcher import Launcher, launching
 
 

@@ -14,8 +14,6 @@ import msgspec
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
-
 from smdist.coordination.membership import MissingReason, RankStatus
 from smdist.errors import InvalidWorker, NoMoreData, StepNotYetAvailable, StepUnavailable
 from smdist.identity import modes

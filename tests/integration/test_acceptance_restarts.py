@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
-
 from smdist.coordination.membership import RankStatus
 from smdist.identity import modes
 from smdist.trials import create_trial

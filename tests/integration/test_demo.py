@@ -17,8 +17,6 @@ import pytest
 
 from smdist import create_trial
 
-pytest.importorskip("torch")
-
 REPOSITORY = Path(__file__).parents[2]
 MARKER = "SMDIST_TEST_TOKEN"
 

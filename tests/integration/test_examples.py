@@ -17,8 +17,6 @@ from smdist import create_trial, modes
 from smdist.errors import TensorUnavailableForStep
 from smdist.trials import Trial
 
-pytest.importorskip("torch")
-
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"
 RANKS = 2

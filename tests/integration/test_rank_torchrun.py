@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
-
 # The first start fails before it makes a process group: when it had one, gloo in the restarted
 # processes now and then finds its connections refused (seen with torch 2.13).
 SCRIPT = """

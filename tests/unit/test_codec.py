@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -104,8 +103,11 @@ def test_decode_refuses_a_wrong_size() -> None:
         decode(bytes(8), "F32", (3,))
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("code", NATIVE)
 def test_native_codes_are_what_torch_reads(code: str, tmp_path: Path) -> None:
+    import torch
+
     value = np.array([1, 0, 1]).astype(numpy_dtype(code))
     path = tmp_path / "one.safetensors"
     head = header_bytes([HeaderEntry("x", code, (3,), 0, value.nbytes)], {})

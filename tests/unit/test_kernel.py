@@ -230,8 +230,10 @@ def test_negative_zero_counts(implementation: Any) -> None:
         assert row_of(implementation, array, code)["zeros"] == 22
 
 
+@pytest.mark.torch
 def test_flushing_of_subnormals_is_not_seen() -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     array, out = np.full(100, 1e-42, np.float32), np.zeros(10)
     if _kernel is None or not torch.set_flush_denormal(True):
         pytest.skip("nothing to flush here")

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
 from safetensors import safe_open
 
 from smdist.codec import dtype_code, parse_header
@@ -74,7 +73,10 @@ EVERY_DTYPE = [
 ]
 
 
+@pytest.mark.torch
 def test_every_dtype_opens_outside_and_reads_back_bit_for_bit(tmp_path: Path) -> None:
+    import torch
+
     values = {
         f"{d.name}{list(shape)}": np.arange(int(np.prod(shape))).reshape(shape).astype(d)
         for d in EVERY_DTYPE

@@ -29,6 +29,7 @@ def test_the_readme_has_code() -> None:
     assert len(python_blocks(README)) >= 3
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_imported_names_exist(document: Path) -> None:
     for block in python_blocks(document):
@@ -39,14 +40,12 @@ def test_imported_names_exist(document: Path) -> None:
             elif isinstance(node, ast.ImportFrom) and node.module is not None:
                 modules = [(node.module, alias.name) for alias in node.names]
             for module, name in modules:
-                if module == "smdist.pytorch":
-                    pytest.importorskip("torch")
                 found = importlib.import_module(module)
                 assert name is None or hasattr(found, name), f"{module} has no {name}"
 
 
+@pytest.mark.torch
 def test_attributes_of_the_facade_exist() -> None:
-    pytest.importorskip("torch")
     facade = importlib.import_module("smdist.pytorch")
     for document in DOCUMENTS:
         for block in python_blocks(document):
@@ -54,9 +53,9 @@ def test_attributes_of_the_facade_exist() -> None:
                 assert hasattr(facade, name), f"{document.name}: smd.{name}"
 
 
+@pytest.mark.torch
 def test_methods_that_are_named_exist() -> None:
     """`trial.x`, `hook.x` in the documents, in code or in the text, are members of these classes."""
-    pytest.importorskip("torch")
     trial = importlib.import_module("smdist.trials").Trial
     hook = importlib.import_module("smdist.pytorch").Hook
     for document in DOCUMENTS:
@@ -73,8 +72,8 @@ def option_rows() -> dict[str, str]:
     return dict(re.findall(r"^\| `(\w+)` \| ([^|]+?) \|", table, re.MULTILINE))
 
 
+@pytest.mark.torch
 def test_options_and_defaults_are_those_of_the_constructor() -> None:
-    pytest.importorskip("torch")
     hook = importlib.import_module("smdist.pytorch").Hook
     parameters = inspect.signature(hook).parameters
     rows = option_rows()

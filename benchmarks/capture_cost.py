@@ -8,7 +8,8 @@ compared takes turns (A B A B ...), so that a busy machine hits all alike. Print
     inside MODEL full|five   time inside the hook's callbacks in a captured step, over a memcpy of the
                              same bytes (weights and gradients) made after each step
     not_due                  step time with a hook on which nothing is due, less step time without
-    ratio                    mean step time with each schedule over that without a hook
+    ratio one|all            mean step time with each schedule over that without a hook; torch with
+                             one thread, or with one for each processor and none to spare
     memory                   what the training process and the uploader have resident
 """
 
@@ -73,6 +74,7 @@ def inside(options: Options, model: str, how: str) -> list[Row]:
     from benchmarks.models import MODELS, count_bytes
     from benchmarks.timing import CLOCKS, HookClock, Memcpy, median, p99
 
+    _use_threads("one")
     job, now = MODELS[model](), CLOCKS[options.clock]
     nbytes = count_bytes(job.model)
     memcpy, huge_memcpy = Memcpy(nbytes, now), Memcpy(nbytes, now, huge=True)
@@ -107,16 +109,35 @@ def inside(options: Options, model: str, how: str) -> list[Row]:
     note = f"{calls} callbacks, {per_call_us:.1f} us per tensor"
     if blocked_s:
         note += f"; waited {blocked_s:.1f} s for room"
-    pages = f"over a memcpy with huge pages {median(hooked) / median(huge):.2f} x"
-    ratios = [a / b for a, b in zip(hooked, copied, strict=True)]
     big = nbytes > 20 * MB
     bar = {"full": 1.5, "five": 3.0}[how] if big else None
-    ratio = median(hooked) / median(copied)
+
+    def over(title: str, others: list[float]) -> Row:
+        """Medians are divided, per round for the spread: single samples are too noisy."""
+        starts = range(0, len(hooked), options.steps)
+        found = [
+            median(hooked[at : at + options.steps]) / median(others[at : at + options.steps])
+            for at in starts
+        ]
+        ratios = [a / b for a, b in zip(hooked, others, strict=True)]
+        value, spread = median(hooked) / median(others), (min(found), max(found))
+        return Row(f"{base}: hook / {title}", value, "x", p99(ratios), bar, spread=spread)
+
     return [
         Row(f"{base}: inside hook", median(hooked), "ms", p99(hooked), None, note),
         Row(f"{base}: memcpy", median(copied), "ms", p99(copied)),
-        Row(f"{base}: hook / memcpy", ratio, "x", p99(ratios), bar, pages),
+        over("memcpy", copied),
+        over("memcpy, huge pages", huge),
     ]
+
+
+def _use_threads(how_many: str) -> int:
+    """Threads that wait for each other on a busy machine would drown everything else."""
+    import torch
+
+    if how_many == "one":
+        torch.set_num_threads(1)
+    return torch.get_num_threads()
 
 
 def _steps_behind(nbytes: int) -> int:
@@ -136,8 +157,10 @@ def _let_catch_up(hook: Hook, nbytes: int) -> None:
 def not_due(options: Options) -> list[Row]:
     """Twins of one model step in turn; which of them has the hook changes from round to round."""
     from benchmarks.models import MODELS
-    from benchmarks.timing import median, p99
+    from benchmarks.timing import CLOCKS, median, p99
 
+    _use_threads("one")
+    now = CLOCKS[options.clock]
     twins = [MODELS["narrow"](), MODELS["narrow"]()]
     with_hook: list[float] = []
     without: list[float] = []
@@ -156,11 +179,11 @@ def not_due(options: Options) -> list[Row]:
             time.sleep(0.5)  # the uploader starts and stores step 0 meanwhile
             begun = len(with_hook)
             for _ in range(20 * options.steps):
-                a = time.perf_counter_ns()
+                a = now()
                 hooked.step()
-                b = time.perf_counter_ns()
+                b = now()
                 plain.step()
-                c = time.perf_counter_ns()
+                c = now()
                 with_hook.append((b - a) / 1e3)
                 without.append((c - b) / 1e3)
             medians.append(median(with_hook[begun:]) - median(without[begun:]))
@@ -168,17 +191,16 @@ def not_due(options: Options) -> list[Row]:
     # Which twin is faster by itself cancels out between neighbouring rounds.
     pairs = [(a + b) / 2 for a, b in zip(medians[::2], medians[1::2], strict=True)]
     note = f"of steps of {median(without):.0f} us; 100 parameters"
-    spread = f"between rounds {min(pairs):+.1f} .. {max(pairs):+.1f} us"
-    return [
-        Row("not due: added to a step", median(pairs), "us", p99(pairs), 20.0, f"{note}; {spread}")
-    ]
+    spread = (min(pairs), max(pairs))
+    return [Row("not due: added to a step", median(pairs), "us", p99(pairs), 20.0, note, spread)]
 
 
-def ratio(options: Options) -> list[Row]:
+def ratio(options: Options, threads: str) -> list[Row]:
     """Blocks of steps: without a hook, and with each schedule, in turn."""
     from benchmarks.models import MODELS, count_bytes
     from benchmarks.timing import median, p99
 
+    used = f"torch threads: {_use_threads(threads)}"
     job = MODELS["mlp"]()
     kinds: dict[str, tuple[int, str, float | None]] = {
         "full, every step": (1, "full", 1.08),
@@ -206,14 +228,28 @@ def ratio(options: Options) -> list[Row]:
                 ratios[name].append(sum(captured) / sum(plain))
     base = f"{count_bytes(job.model) / MB:.0f} MB"
     rows = [
-        Row(f"step without a hook, mlp, {base}", median(times["none"]), "ms", p99(times["none"]))
+        Row(
+            f"step without a hook, mlp, {base}; {used}",
+            median(times["none"]),
+            "ms",
+            p99(times["none"]),
+        )
     ]
     for name, (_, _, bar) in kinds.items():
-        spread = f"{min(ratios[name]):.3f} .. {max(ratios[name]):.3f} in {options.rounds} rounds"
-        if waited[name]:
-            spread += f"; waited {waited[name]:.1f} s for room"
-        rows.append(Row(f"step time, {name} / none", median(ratios[name]), "x", None, bar, spread))
-        rows.append(Row(f"step, {name}", median(times[name]), "ms", p99(times[name])))
+        spread = (min(ratios[name]), max(ratios[name]))
+        note = f"waited {waited[name]:.1f} s for room" if waited[name] else ""
+        rows.append(
+            Row(
+                f"step time, {name} / none; {used}",
+                median(ratios[name]),
+                "x",
+                None,
+                bar,
+                note,
+                spread,
+            )
+        )
+        rows.append(Row(f"step, {name}; {used}", median(times[name]), "ms", p99(times[name])))
     return rows
 
 
@@ -231,35 +267,38 @@ def _block(step: Callable[[], None], steps: int) -> list[float]:
 def memory(options: Options) -> list[Row]:
     from benchmarks.models import MODELS
 
+    _use_threads("one")
     job = MODELS["mlp"]()
     for _ in range(WARM_UP):
         job.step()
     before = status_bytes()
     from smdist.workers.ledger import Ledger
 
-    with _folder(options) as folder:
-        spools = folder / "spools"
-        spools.mkdir()
+    # In memory, so that the buffer is told apart from everything else that is mapped.
+    with _folder(options) as folder, _folder(options._replace(out="/dev/shm")) as spools:
         hook = _hook(folder, 1, spool_dir=spools)
         hook.register_module(job.model)
+        seen = []
         for _ in range(WARM_UP + options.steps):
             job.step()
+            if places := [*spools.rglob("ledger")]:
+                pid = Ledger(places[0]).uploader_pid
+                seen += [status_bytes(pid)] if pid else []
         after, usage = status_bytes(), hook.usage()
-        (place,) = spools.rglob("ledger")
-        uploader = status_bytes(Ledger(place).uploader_pid)
         hook.close()
     assert usage is not None
-    shared = after["RssShmem"] + after["RssFile"] - before["RssShmem"] - before["RssFile"]
-    anonymous = after["RssAnon"] - before["RssAnon"]
-    peak = uploader["VmHWM"]
-    note = f"limit {usage.buffer_limit_bytes / MB:.0f} MB, in use {usage.buffer_bytes / MB:.0f} MB"
+    own, buffer = _own(after) - _own(before), after["RssShmem"] - before["RssShmem"]
+    note = f"limit {usage.buffer_limit_bytes / MB:.0f} MB"
+    mapped = f"with the buffer as far as it maps it {max(s['VmRSS'] for s in seen) / MB:.0f} MB"
     return [
-        Row("memory: training process, its own", anonymous / MB, "MB", None, 60.0),
-        Row(
-            "memory: training process, buffer and files mapped", shared / MB, "MB", None, None, note
-        ),
-        Row("memory: uploader", peak / MB, "MB", None, 90.0, "peak, with what it maps"),
+        Row("memory: training process, without the buffer", own / MB, "MB", None, 60.0),
+        Row("memory: the buffer", buffer / MB, "MB", None, None, note),
+        Row("memory: uploader", max(map(_own, seen)) / MB, "MB", None, 90.0, mapped),
     ]
+
+
+def _own(status: dict[str, int]) -> int:
+    return status["RssAnon"] + status["RssFile"]
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -34,6 +34,5 @@ def facts() -> dict[str, str]:
         "memory": f"{int(memory[1]) / (1 << 20):.0f} GiB" if memory else "?",
         "system": f"Linux {platform.release()}, Python {platform.python_version()}",
         "versions": f"torch {torch.__version__}, numpy {version('numpy')}",
-        "torch threads": str(torch.get_num_threads()),
         "kernel": "compiled" if kernel.compiled else "numpy fallback",
     }

@@ -69,7 +69,7 @@ def _job(model: nn.Module, example: torch.Tensor) -> Job:
     return Job(model, step)
 
 
-def mlp(batch: int = 512) -> Job:
+def mlp(batch: int = 256) -> Job:
     """6.3 million parameters in 8 tensors: 50 MB of weights and gradients."""
     sizes = (784, 1700, 1700, 1200, 10)
     layers: list[nn.Module] = []

@@ -8,7 +8,7 @@ import msgspec
 
 __all__ = ["Row", "markdown", "plain"]
 
-_HEAD = ("what", "median", "p99", "bar", "verdict", "note")
+_HEAD = ("what", "median", "p99", "rounds", "bar", "verdict", "note")
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -18,11 +18,16 @@ class Row(msgspec.Struct, frozen=True):
     p99: float | None = None
     bar: float | None = None
     note: str = ""
+    spread: tuple[float, float] | None = None  # lowest and highest of the rounds
 
     @property
     def verdict(self) -> str:
+        """Rounds on both sides of the bar prove nothing, whatever their median."""
         if self.bar is None:
             return ""
+        low, high = self.spread or (self.value, self.value)
+        if low <= self.bar < high:
+            return "unclear"
         return "met" if self.value <= self.bar else "MISSED"
 
     def cells(self) -> tuple[str, ...]:
@@ -30,15 +35,20 @@ class Row(msgspec.Struct, frozen=True):
             self.what,
             _shown(self.value, self.unit),
             "" if self.p99 is None else _shown(self.p99, self.unit),
+            "" if self.spread is None else " .. ".join(_number(v, self.unit) for v in self.spread),
             "" if self.bar is None else f"<= {self.bar:g} {self.unit}",
             self.verdict,
             self.note,
         )
 
 
-def _shown(value: float, unit: str) -> str:
+def _number(value: float, unit: str) -> str:
     digits = 3 if unit == "x" and value < 1.5 else 2 if unit == "x" else 1
-    return f"{value:.{digits}f} {unit}"
+    return f"{value:.{digits}f}"
+
+
+def _shown(value: float, unit: str) -> str:
+    return f"{_number(value, unit)} {unit}"
 
 
 def plain(rows: Sequence[Row]) -> str:
@@ -46,7 +56,7 @@ def plain(rows: Sequence[Row]) -> str:
     widths = [max(len(line[i]) for line in lines) for i in range(len(_HEAD))]
     return "\n".join(
         "  ".join(
-            cell.rjust(width) if 0 < i < 4 else cell.ljust(width)
+            cell.rjust(width) if 0 < i < 5 else cell.ljust(width)
             for i, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in lines
@@ -54,5 +64,9 @@ def plain(rows: Sequence[Row]) -> str:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    lines = [_HEAD, ("---", "---:", "---:", "---:", "---", "---"), *(row.cells() for row in rows)]
+    lines = [
+        _HEAD,
+        ("---", "---:", "---:", "---:", "---:", "---", "---"),
+        *(row.cells() for row in rows),
+    ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

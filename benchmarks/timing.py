@@ -69,7 +69,7 @@ class Memcpy:
     """The physical limit: the same bytes with one memcpy from warm memory into warm memory.
 
     Between tensors, as training has them. numpy would ask for huge pages (`huge=True`): those are
-    faster by a fifth, and neither tensors nor shared memory have them.
+    faster, and neither tensors nor (by default) shared memory have them.
     """
 
     def __init__(self, nbytes: int, now: Clock, *, huge: bool = False) -> None:

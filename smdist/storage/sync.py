@@ -14,7 +14,8 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
 
 __all__ = ["keep", "run"]
 
@@ -71,12 +72,49 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
     if threading.current_thread() is background.thread:
         coroutine.close()
         raise RuntimeError("run() was called from the loop that it would wait for")
-    future = asyncio.run_coroutine_threadsafe(coroutine, background.loop)
-    try:
-        return future.result()
-    except BaseException:
-        future.cancel()
-        raise
+    return _Call(coroutine, background.loop).wait()
+
+
+class _Call(Generic[T]):
+    """A coroutine on its way. An interrupt at any moment after it was begun cancels it.
+
+    `asyncio.run_coroutine_threadsafe` hands out its future only after the coroutine may have begun.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> None:
+        self._coroutine, self._loop = coroutine, loop
+        self._done: Future[T] = Future()
+        self._task: asyncio.Task[T] | None = None
+        self._given_up = False
+
+    def wait(self) -> T:
+        try:
+            self._loop.call_soon_threadsafe(self._begin)
+            return self._done.result()
+        except BaseException:
+            self._given_up = True
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._cancel)
+            raise
+
+    def _begin(self) -> None:
+        if self._given_up:
+            self._coroutine.close()
+            return
+        self._task = self._loop.create_task(self._coroutine)
+        self._task.add_done_callback(self._finish)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def _finish(self, task: asyncio.Task[T]) -> None:
+        if task.cancelled():
+            self._done.cancel()
+        elif error := task.exception():
+            self._done.set_exception(error)
+        else:
+            self._done.set_result(task.result())
 
 
 def keep(owner: object, close: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -110,6 +110,7 @@ class Uploader:
                 self._in_background(stack, self._beat(store))
                 ending = await self._upload(store, start, stack)
             else:
+                self._catch_up(start)
                 ending = Ending(start.last.state, start.last.reason)
             await self._summarise(store, start)
             self._ledger.trouble, self._ledger.uploader_pid = "", 0
@@ -122,11 +123,8 @@ class Uploader:
     async def _upload(
         self, store: Store, start: ResumePoint, stack: contextlib.AsyncExitStack
     ) -> Ending:
-        ledger = self._ledger
-        if start.last is not None and start.upto > ledger.acked:
-            # The uploader before us was killed between its manifest and the ledger.
-            ledger.add_stored(0, sum(entry.closed for entry in start.last.steps))
-        ledger.acked = upto = max(start.upto, ledger.acked)
+        self._catch_up(start)
+        ledger, upto = self._ledger, self._ledger.acked
         journal = JournalReader(self._spool, upto)
         stack.callback(journal.close)
         doorbell = Doorbell(self._spool)
@@ -139,6 +137,13 @@ class Uploader:
         stack.push_async_callback(committer.close)
         self._committer = committer
         return await self._loop(journal, doorbell, committer, upto)
+
+    def _catch_up(self, start: ResumePoint) -> None:
+        """The uploader before us may have been killed between its manifest and the ledger."""
+        ledger = self._ledger
+        if start.last is not None and start.upto > ledger.acked:
+            ledger.add_stored(0, sum(entry.closed for entry in start.last.steps))
+        ledger.acked = max(start.upto, ledger.acked)
 
     async def _summarise(self, store: Store, start: ResumePoint) -> None:
         """Leave readers one object instead of many. They can do without."""

@@ -371,10 +371,14 @@ def test_a_final_manifest_is_never_followed_by_another(job: Job, tmp_path: Path)
     spool = make_spool(job, pid=spool.info.trainer_pid)
     for name, data in saved.items():
         (spool.path / name).write_bytes(data)
-    assert start_uploader(spool, tmp_path / "stderr").wait(60) == 0
-    stored = read_store(tmp_path / "out", job.elements)
-    assert [(m.state, m.reason) for m in stored.manifests] == [("ended", "bye")]
-    assert not spool.path.exists()
+    with open_ledger(spool.path) as ledger:
+        assert ledger is not None
+        assert start_uploader(spool, tmp_path / "stderr").wait(60) == 0
+        stored = read_store(tmp_path / "out", job.elements)
+        assert [(m.state, m.reason) for m in stored.manifests] == [("ended", "bye")]
+        assert not spool.path.exists()
+        # A rank that waits for its last record to be stored reads this.
+        assert (ledger.acked, ledger.steps_stored) == (stored.last.upto, 1)
 
 
 def test_another_process_under_the_same_keys_is_not_overwritten(job: Job, tmp_path: Path) -> None:

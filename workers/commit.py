@@ -78,8 +78,10 @@ async def _sweep(store: Store, worker: str, attempt: int, seq: int) -> None:
         for key in await store.list(prefix, after=segment_key(worker, attempt, seq, "")):
             await store.delete(key)
     if isinstance(store, HasUploads):
-        with contextlib.suppress(StoreForbidden):
-            await store.sweep_uploads(prefix)
+        # Segments mostly; a long manifest and the summary of a long session come in parts too.
+        for folder in ("segments", "manifests", "summaries"):
+            with contextlib.suppress(StoreForbidden):
+                await store.sweep_uploads(f"{folder}/{worker}/{attempt:06d}")
 
 
 @runtime_checkable

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from smdist.errors import ObjectExists, StoreError
-from smdist.manifest import RankManifest, Session, manifest_key, segment_key
+from smdist.manifest import RankManifest, Session, manifest_key, segment_key, summary_key
 from smdist.pipeline.fold import Fold
 from smdist.pipeline.segment import Segment
 from smdist.record import Describe
@@ -183,6 +183,25 @@ def test_segments_that_no_manifest_names_are_removed() -> None:
     )
     assert resume(store) == (2, 50)
     assert list(asyncio.run(store.list("segments/"))) == sorted(keys[:2] + others)
+
+
+def test_uploads_of_whatever_can_be_large_are_swept() -> None:
+    swept: list[str] = []
+
+    class HasParts(Watched):
+        async def sweep_uploads(self, prefix: str) -> int:
+            swept.append(prefix)
+            return 0
+
+    assert asyncio.run(resume_point(HasParts(), SESSION)).seq == 0
+    large = (
+        segment_key("worker_0", 0, 3, "0"),
+        manifest_key("worker_0", 0, 3),
+        summary_key("worker_0", 0),
+    )
+    for key in large:
+        assert sum(key.startswith(prefix) for prefix in swept) == 1, key
+    assert not summary_key("worker_0", 1).startswith(tuple(swept))
 
 
 def test_a_manifest_that_a_power_cut_emptied_is_written_again() -> None:

@@ -110,23 +110,24 @@ class Started:
 
 
 class Launcher:
-    """Ends every process it has started when it is closed."""
+    """Ends every process it has started when it is closed. Any thread may start some."""
 
-    def __init__(self) -> None:
+    def __init__(self, program: str = "job.py") -> None:
+        self._lock = threading.Lock()
         self.exited: dict[int, int] = {}
         self._pids: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._all: list[Started] = []
         environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
         environ.pop("SMDIST_SPOOL_DIR", None)
         self._popen = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("job.py"))],
+            [sys.executable, str(Path(__file__).with_name(program))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environ,
         )
         self._listener = threading.Thread(target=self._listen)
         self._listener.start()
-        assert self._pids.get(timeout=120) == 0  # torch is imported
+        assert self._pids.get(timeout=120) == 0  # everything is imported
 
     def _listen(self) -> None:
         assert self._popen.stdout is not None
@@ -146,10 +147,11 @@ class Launcher:
     ) -> Started:
         order = Order(script, str(folder), arguments, environ or {})
         assert self._popen.stdin is not None
-        self._popen.stdin.write(msgspec.json.encode(order) + b"\n")
-        self._popen.stdin.flush()
-        started = Started(self, self._pids.get(timeout=60), order)
-        self._all.append(started)
+        with self._lock:
+            self._popen.stdin.write(msgspec.json.encode(order) + b"\n")
+            self._popen.stdin.flush()
+            started = Started(self, self._pids.get(timeout=60), order)
+            self._all.append(started)
         return started
 
     def close(self) -> None:
@@ -164,8 +166,8 @@ class Launcher:
 
 
 @contextlib.contextmanager
-def launching() -> Iterator[Launcher]:
-    launcher = Launcher()
+def launching(program: str = "job.py") -> Iterator[Launcher]:
+    launcher = Launcher(program)
     try:
         yield launcher
     finally:

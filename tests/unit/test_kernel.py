@@ -329,6 +329,19 @@ def test_copy(implementation: Any) -> None:
     assert all((t == s).all() for t, s in zip(targets, sources, strict=True))
 
 
+@pytest.mark.parametrize("size", [65_535, 65_536, 65_537, 65_599, 131_072, 1_000_003])
+def test_large_copies_touch_nothing_around_them(implementation: Any, size: int) -> None:
+    source = random_array("U8", size + 64, size)
+    for start, skew in ((0, 0), (1, 5), (15, 16), (16, 1), (31, 63)):
+        target = np.full(size + 96, 7, np.uint8)
+        implementation.copy(
+            [kernel.address_of(target) + start], [kernel.address_of(source) + skew], [size]
+        )
+        assert (target[start : start + size] == source[skew : skew + size]).all()
+        assert (target[:start] == 7).all()
+        assert (target[start + size :] == 7).all()
+
+
 def test_arguments_may_be_any_sequence(implementation: Any) -> None:
     source, target = np.arange(5.0), np.zeros(5)
     implementation.copy(

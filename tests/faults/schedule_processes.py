@@ -160,8 +160,10 @@ def _part(plan: Plan, kind: int) -> PartPlan:
 
 def _drain(capture: Capture[Any], folder: Path) -> None:
     """Like `close()` of a hook, it waits only as long as an uploader is there or will be."""
+    deadline = time.monotonic() + 120  # not for ever, should the driver be gone
     while not capture.drain(0.05) and not (folder / "unattended").exists():
-        pass
+        if time.monotonic() > deadline:
+            os._exit(1)
 
 
 # -- its uploaders ---------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 import msgspec
 
 from smdist.config import HookConfig
+from smdist.errors import CaptureError, StoreError, StoreForbidden
 from smdist.identity import StepRef, worker_name
 from smdist.manifest import Session
 from smdist.storage import Store, check_writable, is_remote, open_store, sync
@@ -38,6 +40,7 @@ from smdist.workers.supervisor import Supervisor
 __all__ = ["DrySink", "Outlet", "Sink", "Whereabouts"]
 
 _ATTACH_BYTES = 256 << 10
+_AGAIN_S = 10.0  # between two tries to enrol in a store that is full or out of reach
 _CHECK_S = 5.0  # of one request and its retries, over a network
 
 T = TypeVar("T")
@@ -110,6 +113,7 @@ class Outlet(Generic[T]):
         self._supervisor: Supervisor | None = None
         self._parents: object = None
         self.session: Session | None = None
+        self._again_at = float("-inf")  # monotonic
         self._spool: Path | None = None
 
     # -- who ----------------------------------------------------------------------------------
@@ -178,11 +182,22 @@ class Outlet(Generic[T]):
         if not saves(identity.rank, self._config.include_workers):
             self._state = "nowhere"
             return
-        self._state = "closed"  # should anything below fail, there is no second try
         if self._config.dry_run:
-            self._sink = DrySink()
-        else:
+            self._sink, self._state = DrySink(), "open"
+            return
+        if time.monotonic() < self._again_at:
+            return
+        self._state = "closed"  # should anything but the store fail, there is no second try
+        try:
             self._sink = self._capture = self._begin_session(identity)
+        except StoreForbidden:
+            raise
+        except StoreError as error:
+            # Full or out of reach may pass. Enrolling makes training wait, so not at every step.
+            self._state, self._again_at = "waiting", time.monotonic() + _AGAIN_S
+            raise CaptureError(
+                f"{self._worker} saves nothing yet, and tries again in {_AGAIN_S:.0f} s: {error}"
+            ) from error
         self._state = "open"
 
     def _begin_session(self, identity: Identity) -> Capture[T]:

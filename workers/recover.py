@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -85,6 +86,9 @@ def recover(
     SpoolBusy or TrainerAlive when it must not be touched, GaveUp when the store refuses, SpoolUnavailable
     when it is no spool.
     """
+    if is_remnant(path):
+        shutil.rmtree(path, ignore_errors=True)
+        return Recovered(path.name, "", "ended", "nothing was left in it", 0, 0)
     spool = Spool.open(path)
     if not force:
         _check_trainer(spool)
@@ -103,6 +107,15 @@ def recover(
         spool.remove()
     worker, out_dir = worker_name(spool.info.session.rank), spool.info.out_dir
     return Recovered(worker, out_dir, ending.state, ending.reason, steps, nbytes)
+
+
+def is_remnant(path: Path) -> bool:
+    """A folder whose content is in the store: its uploader was killed while it removed the spool.
+
+    A spool loses its journal before it loses what makes it a spool.
+    """
+    ours = path.parent == private_root(path.parent.parent)
+    return ours and path.is_dir() and {entry.name for entry in path.iterdir()} <= {"lock"}
 
 
 def _check_trainer(spool: Spool) -> None:

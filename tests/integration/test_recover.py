@@ -17,7 +17,7 @@ from smdist.record import End
 from smdist.workers.patience import GaveUp
 from smdist.workers.processes import alive
 from smdist.workers.recover import TrainerAlive, find_spools, pending_bytes, recover
-from smdist.workers.spool import Spool, SpoolBusy
+from smdist.workers.spool import Spool, SpoolBusy, private_root
 from tests.integration.rig import (
     REPOSITORY,
     Job,
@@ -199,3 +199,16 @@ def test_command_fails_when_something_stays(job: Job, tmp_path: Path) -> None:
     assert done.returncode == 1
     assert f"not sent: {spool.path}" in done.stdout
     assert spool.path.exists()
+
+
+def test_what_a_killed_uploader_did_not_remove_is_removed(tmp_path: Path) -> None:
+    """Its spool has lost its journal, so everything is stored; other folders are not touched."""
+    remnant, other = private_root(tmp_path) / "run-worker_0-0-1-abc", tmp_path / "mine"
+    for folder in (remnant, other):
+        folder.mkdir(parents=True)
+        (folder / "lock").touch()
+    assert recover(remnant, pytest.fail).nbytes == 0
+    assert not remnant.exists()
+    with pytest.raises(SpoolUnavailable):
+        recover(other, pytest.fail)
+    assert other.exists()

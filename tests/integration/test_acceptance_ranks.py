@@ -308,7 +308,7 @@ def test_ranks_that_leave_early_never_come_or_do_less(launcher: Launcher, tmp_pa
     until(lambda: not [p for p in root.rglob("spool.json") if "-worker_0-" not in str(p)], "drain")
     began = time.monotonic()
     with create_trial(out_dir) as trial:
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30
 
         def there() -> bool:
             trial.refresh()

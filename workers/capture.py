@@ -85,6 +85,7 @@ class Capture(Generic[T]):
         self._scratch = bytearray(INLINE_BYTES)
         self._scratch_address = kernel.address_of(self._scratch)
         self._ref: StepRef | None = None
+        self._where = (0, 0, 0)  # the same, as records have it
         self._is_open = self._planned = False
         self._step_bytes = 0
         self._captured_bytes = self._captured_steps = 0
@@ -111,6 +112,7 @@ class Capture(Generic[T]):
             self.close_step()
             self._ref, self._is_open, self._step_bytes = ref, True, 0
             self._planned = planned
+            self._where = (ref.mode.value, ref.mode_step, ref.step)
             self._buffer.reclaim(self._ledger.acked)
 
     def close_step(self) -> None:
@@ -132,7 +134,7 @@ class Capture(Generic[T]):
             if not self._deferred.busy:
                 if plan.nbytes <= INLINE_BYTES:
                     return self._save_inline(ref, plan, tensors)
-                if plan.single and self._save_single(ref, plan, tensors[0]):
+                if plan.single and self._save_single(plan, tensors[0]):
                     return True
             return self._save_in_arena(ref, plan, tensors)
 
@@ -216,18 +218,27 @@ class Capture(Generic[T]):
         self._captured_bytes += plan.nbytes
         return True
 
-    def _save_single(self, ref: StepRef, plan: PartPlan, tensor: T) -> bool:
-        """The way of a gradient: one raw tensor in host memory, with room for it. False: not so.
+    def _save_single(self, plan: PartPlan, tensor: T) -> bool:
+        """The way of a gradient: one raw tensor in host memory, of a kind that was declared, with
+        room for it. False: not so.
 
         Backward brings them one by one, each with the processor's caches full of other things:
         what counts here is how little code runs.
         """
-        address = 0 if self._host.on_device(tensor) else self._host.address(tensor)
-        spot = self._buffer.take(plan.nbytes) if address else None
+        kind, address = self._kinds.get(plan), self._host.address(tensor)
+        if kind is None or not address:
+            return False
+        spot = self._buffer.take(plan.nbytes)
         if spot is None:
             return False
         kernel.copy((spot.address + plan.raw_offsets[0],), (address,), plan.raw_sizes)
-        self._commit_part(plan, self._stamp(ref), spot)
+        stamp = (*self._where, time.time())
+        try:
+            ordinal = self._journal.append(Part(*stamp, kind, spot.arena, spot.offset))
+        except JournalFileFull:
+            self._commit_part(plan, stamp, spot)
+        else:
+            self._buffer.pin(spot, ordinal)
         self._captured_bytes += plan.nbytes
         self._step_bytes += plan.nbytes
         return True

@@ -28,7 +28,7 @@ class Host(Protocol[T]):
         ...
 
     def address(self, tensor: T) -> int:
-        """Where its bytes lie, in C order without gaps; 0 when they do not."""
+        """Where its bytes lie in host memory, in C order without gaps; 0 when they do not."""
         ...
 
     def write(self, tensor: T, target: memoryview) -> None:

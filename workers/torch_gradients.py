@@ -111,7 +111,18 @@ class Gradients:
         if wanted is None or self._recorder.plan is None:
             return
         try:
-            self._save_one(wanted)
+            gradient, part = wanted.parameter.grad, wanted.part
+            # As last time, and plain: all that `_save_one` would find out.
+            if (
+                part is not None
+                and type(gradient) is torch.Tensor
+                and gradient.dtype is wanted.dtype
+                and gradient.shape == wanted.shape
+                and gradient.layout is torch.strided
+            ):
+                self._recorder.put(part, (gradient,))
+            else:
+                self._save_one(wanted)
             self._arrived(key)
         except Exception as error:  # noqa: BLE001 (the policy decides)
             self._mishaps.handle(error, f"capturing {wanted.name}")

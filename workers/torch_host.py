@@ -86,7 +86,12 @@ class TorchHost:
     def address(self, tensor: Value) -> int:
         if not isinstance(tensor, torch.Tensor):
             return self._arrays.address(tensor)
-        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        if (
+            tensor.is_cpu
+            and tensor.is_contiguous()
+            and not tensor.is_conj()
+            and not tensor.is_neg()
+        ):
             return tensor.data_ptr()
         return 0
 

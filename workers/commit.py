@@ -25,7 +25,7 @@ from smdist.workers.batch import Batch
 from smdist.workers.ledger import Ledger
 from smdist.workers.patience import Conflict, Patience
 
-__all__ = ["Committer", "Ending", "ResumePoint", "resume_point"]
+__all__ = ["Committer", "Ending", "HasParts", "ResumePoint", "resume_point"]
 
 
 _CLOSE_S = 5.0
@@ -91,6 +91,14 @@ class HasUploads(Protocol):
     async def sweep_uploads(self, prefix: str) -> int: ...
 
 
+@runtime_checkable
+class HasParts(Protocol):
+    """A store that puts large objects in parts; a put that takes long shows here that it goes on."""
+
+    @property
+    def parts_stored(self) -> int: ...
+
+
 class Committer:
     """Owned by the uploader's loop. `launch` batches in order; `seq` is what the next one gets."""
 
@@ -106,7 +114,7 @@ class Committer:
     ) -> None:
         """`note` is told each manifest once it is in the store."""
         self._note = note
-        self._store, self._session = store, session
+        self.store, self._session = store, session
         self._attach_bytes = attach_bytes
         self.last_commit_at = float("-inf")  # monotonic
         self._ledger, self._patience = ledger, patience
@@ -182,7 +190,7 @@ class Committer:
         return batch
 
     async def _put(self, key: str, data: tuple[Buffer, ...]) -> None:
-        await self._patience.insist("writing to the store", lambda: self._store.put(key, data))
+        await self._patience.insist("writing to the store", lambda: self.store.put(key, data))
 
     async def _put_manifest(self, manifest: RankManifest) -> None:
         key = manifest_key(self._worker, manifest.attempt, manifest.seq)
@@ -190,12 +198,12 @@ class Committer:
 
         async def put() -> None:
             try:
-                await self._store.put(key, (data,), if_absent=True)
+                await self.store.put(key, (data,), if_absent=True)
             except ObjectExists as error:
                 # Ours, if the answer to an earlier try was lost.
-                if await self._store.get(key) != data:
+                if await self.store.get(key) != data:
                     raise Conflict(
-                        f"{key} in {self._store.url} was written by another process"
+                        f"{key} in {self.store.url} was written by another process"
                     ) from error
 
         await self._patience.insist("writing to the store", put)

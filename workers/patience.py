@@ -2,7 +2,8 @@
 
 `insist` repeats one operation with growing, jittered pauses until it succeeds. Meanwhile the ledger
 says what is wrong and since when (the hook shows it), and the user gets one line at once and
-another one rarely. Only `deadline`, set once the training process is gone, ends it: GaveUp.
+another one rarely. Once the training process is gone, it ends when nothing has succeeded for as long
+as `give_up_after` says: GaveUp. A drain that goes on, however slowly, is never given up.
 """
 
 from __future__ import annotations
@@ -41,15 +42,38 @@ class Patience:
         self._ledger, self._say, self._pending_bytes = ledger, say, pending_bytes
         self._failing: dict[object, float] = {}  # by operation: since when, by the wall clock
         self._said_at, self._times_said = 0.0, 0
-        self._deadline: float | None = None
+        self._limit_s: float | None = None
+        self._renewed = 0.0  # when something last went well, or the limit was set
+        self._moved = 0
+        self._stopped = False
 
-    def end_at(self, deadline: float) -> None:
-        """Give up at `deadline` (monotonic); the first one set counts."""
-        self._deadline = deadline if self._deadline is None else self._deadline
+    def give_up_after(self, seconds: float) -> None:
+        """From now on, `seconds` in which nothing succeeds are the end; the first call counts."""
+        if self._limit_s is None:
+            self._limit_s, self._renewed = seconds, time.monotonic()
+
+    def stop(self) -> None:
+        """Give up now, whatever goes well."""
+        self._stopped = True
+
+    def moved(self, count: int) -> None:
+        """How much has gone well within operations that are under way, and may take long.
+
+        While one of them fails it counts for nothing: what is sent again and again is no progress.
+        """
+        if count > self._moved and not self._failing:
+            self._renewed = time.monotonic()
+        self._moved = count
 
     @property
     def over(self) -> bool:
-        return self._deadline is not None and time.monotonic() >= self._deadline
+        return time.monotonic() >= self._deadline
+
+    @property
+    def _deadline(self) -> float:
+        if self._stopped:
+            return float("-inf")
+        return float("inf") if self._limit_s is None else self._renewed + self._limit_s
 
     async def insist(
         self,
@@ -67,17 +91,16 @@ class Patience:
             except only as error:
                 self.failed(token, what, error)
             else:
+                self._renewed = time.monotonic()
                 self.succeeded(token)
                 return result
             await self._pause(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(pause_s * 2, _MOST_PAUSE_S)
 
     async def _pause(self, pause_s: float) -> None:
-        if self._deadline is not None:
-            pause_s = min(pause_s, max(self._deadline - time.monotonic(), 0.0))
         if self.over:
             raise GaveUp(self._ledger.trouble)
-        await asyncio.sleep(pause_s)
+        await asyncio.sleep(min(pause_s, max(self._deadline - time.monotonic(), 0.0)))
 
     def failed(self, token: object, what: str, error: Exception, *, tell: bool = True) -> None:
         """Note that an operation, known by `token`, does not succeed."""

@@ -34,7 +34,7 @@ from smdist.record import Piece
 from smdist.storage import open_store
 from smdist.storage.base import Store
 from smdist.workers.batch import Arenas, Batch, nothing, prepare, without
-from smdist.workers.commit import Committer, Ending, ResumePoint, resume_point
+from smdist.workers.commit import Committer, Ending, HasParts, ResumePoint, resume_point
 from smdist.workers.intake import Intake
 from smdist.workers.journal import JournalReader
 from smdist.workers.ledger import Ledger
@@ -84,13 +84,14 @@ class Uploader:
         """Write everything out now and from now on. Asked again: stop, stored or not."""
         self.hurries += 1
         if self.hurries > 1:
-            self._patience.end_at(time.monotonic())
+            self._patience.stop()
         self._wake.set()
 
     async def run(self, *, trainer_gone: bool = False) -> Ending:
         """How the rank ended. `trainer_gone`: the caller knows that, whatever runs by its number.
 
-        GaveUp when the store refused until the deadline; Conflict when it is not ours.
+        GaveUp when the store refused, or said nothing, for the whole of the deadline; Conflict when
+        it is not ours.
         """
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self._ledger.close)
@@ -169,7 +170,7 @@ class Uploader:
             gone, now = self._gone.is_set(), time.monotonic()
             whole = self._intake.read(journal, now)
             if self._intake.end is not None:
-                self._patience.end_at(now + self._options.drain_deadline_s)
+                self._patience.give_up_after(self._options.drain_deadline_s)
             self._acknowledge(committer, journal)
             if ending is not None and not committer.in_flight:
                 return ending
@@ -184,7 +185,7 @@ class Uploader:
                         ending = self._intake.ending()
                     upto = await self._launch(pieces, committer, upto, ending)
                     continue
-            await self._sleep(doorbell, wake_at)
+            await self._sleep(committer.store, doorbell, wake_at)
 
     def _has_room(self, committer: Committer) -> bool:
         most_bytes = 2 * self._options.segment_bytes
@@ -228,9 +229,16 @@ class Uploader:
                 else:
                     pieces = [without(pieces[0], error)]
 
-    async def _sleep(self, doorbell: Doorbell, wake_at: float | None) -> None:
+    def _silence(self) -> str:
+        if self.hurries > 1:
+            return "told to stop"
+        return f"the store has not answered for {self._options.drain_deadline_s:.0f} s"
+
+    async def _sleep(self, store: Store, doorbell: Doorbell, wake_at: float | None) -> None:
+        if isinstance(store, HasParts):
+            self._patience.moved(store.parts_stored)
         if self._patience.over:
-            raise GaveUp(self._ledger.trouble or "told to stop")
+            raise GaveUp(self._ledger.trouble or self._silence())
         wait_s = _LOOK_S if wake_at is None else min(wake_at - time.monotonic(), _LOOK_S)
         loop = asyncio.get_running_loop()
         loop.add_reader(doorbell, self._wake.set)
@@ -264,7 +272,7 @@ class Uploader:
 
     async def _mourn(self) -> None:
         await self._gone.wait()
-        self._patience.end_at(time.monotonic() + self._options.drain_deadline_s)
+        self._patience.give_up_after(self._options.drain_deadline_s)
         self._wake.set()
 
     async def _beat(self, store: Store) -> None:

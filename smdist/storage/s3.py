@@ -75,6 +75,11 @@ class S3Store:
             counts.renewals,
         )
 
+    @property
+    def parts_stored(self) -> int:
+        """Parts of multipart uploads that the server has taken: a sign of life of a long put."""
+        return self._counts.parts
+
     async def check(self) -> None:
         timeout_s = self._options.probe_timeout_s
         await asyncio.to_thread(probe, self._location, timeout_s=timeout_s)

@@ -38,6 +38,7 @@ class Counts:
     retries: Counter[str] = field(default_factory=Counter)  # by what made it necessary
     sent_bytes: int = 0  # bodies of requests that were answered well
     received_bytes: int = 0
+    parts: int = 0  # of multipart uploads, answered well
     in_flight_bytes: int = 0
     most_in_flight_bytes: int = 0
     renewals: int = 0

@@ -79,6 +79,7 @@ async def _send_parts(
             params = {**place, "PartNumber": i + 1}
             answer = await connection.call("upload_part", params, body=parts[i])
             tags[i] = str(answer["ETag"])
+            connection.counts.parts += 1
 
     await _together([work() for _ in range(min(connection.options.concurrency, len(parts)))])
     return tags

@@ -90,16 +90,83 @@ def test_the_same_is_said_rarely(
     assert times == [0, 60, 360, 1260, 2160, 3060, 3960]
 
 
-def test_only_the_deadline_ends_it(patience: Patience, ledger: Ledger) -> None:
-    patience.end_at(time.monotonic() + 0.1)
-    patience.end_at(time.monotonic() + 1000)  # the first one counts
+class Clock:
+    """Stands still unless it is told otherwise."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr("smdist.workers.patience.time", self)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    time, strftime, localtime = time.time, time.strftime, time.localtime
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+class SlowDoor(Door):
+    """Every try takes ten seconds of the clock."""
+
+    def __init__(self, failures: int, clock: Clock) -> None:
+        super().__init__(failures, FULL)
+        self.clock = clock
+
+    async def __call__(self) -> str:
+        self.clock.now += 10.0
+        return await super().__call__()
+
+
+def test_only_a_deadline_without_success_ends_it(patience: Patience, clock: Clock) -> None:
+    patience.give_up_after(15.0)
+    patience.give_up_after(1000.0)  # the first one counts
+    door = SlowDoor(10**9, clock)
     with pytest.raises(GaveUp, match="No space left"):
-        asyncio.run(patience.insist("writing", Door(10**9, FULL)))
+        asyncio.run(patience.insist("writing", door))
+    assert door.tries == 2
     assert patience.over
 
 
+def test_what_goes_on_slowly_is_not_given_up(patience: Patience, clock: Clock) -> None:
+    patience.give_up_after(25.0)
+    for _ in range(10):
+        assert asyncio.run(patience.insist("writing", SlowDoor(1, clock))) == "through"
+        assert not patience.over
+    clock.now += 25.0
+    assert patience.over, "a store that says nothing at all"
+
+
+def test_parts_of_a_long_operation_are_progress_unless_something_fails(
+    patience: Patience, clock: Clock
+) -> None:
+    patience.give_up_after(15.0)
+    for count in range(1, 10):
+        clock.now += 10.0
+        patience.moved(count)
+        assert not patience.over
+    patience.failed("put", "writing", FULL)  # from now on the same parts are sent again
+    clock.now += 10.0
+    patience.moved(10)
+    assert not patience.over
+    clock.now += 10.0
+    patience.moved(11)
+    assert patience.over
+
+
+def test_told_to_stop_it_does_so_whatever_goes_well(patience: Patience) -> None:
+    patience.give_up_after(1000.0)
+    patience.stop()
+    assert asyncio.run(patience.insist("writing", Door(0, FULL))) == "through"
+    assert patience.over
+    with pytest.raises(GaveUp):
+        asyncio.run(patience.insist("writing", Door(1, FULL)))
+
+
 def test_it_tries_at_least_once_after_the_deadline(patience: Patience) -> None:
-    patience.end_at(time.monotonic())
+    patience.give_up_after(0.0)
     assert asyncio.run(patience.insist("writing", Door(0, FULL))) == "through"
 
 

@@ -1,203 +1,22 @@
-"""When to save: `SaveConfig` for all modes, `SaveConfigMode` for one, `Schedule` what both come to.
-
-A step of a mode is saved if it is in `save_steps`, or if
-`start_step <= step < end_step and step % save_interval == 0`. `end_step=0` turns the interval off.
-"""
+"""`SaveConfig`: the settings of all modes, and what they follow where nothing is set."""
 
 from __future__ import annotations
 
 import json
-from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Final
+from dataclasses import asdict, replace
+from typing import Any
 
-from smdist.errors import ConfigurationError, UnknownKey
+from smdist.errors import ConfigurationError
 from smdist.identity import ModeKeys
-from smdist.observable import ListView, Observable
-from smdist.values import integer, integers, known_keys, located
+from smdist.schedule.due import SAVE_KEYS, Schedule, mode_key, read_save_key, read_save_keys
+from smdist.schedule.mode import SaveConfigMode, SaveKeys
+from smdist.values import located
 
-__all__ = ["NEVER", "SAVE_KEYS", "SaveConfig", "SaveConfigMode", "Schedule", "mode_key"]
-
-NEVER: Final = (1 << 63) - 1
-SAVE_KEYS: Final = ("save_interval", "start_step", "end_step", "save_steps")
+__all__ = ["SaveConfig"]
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """The steps of one mode, as values. `save_steps` ascends."""
-
-    save_interval: int = 500
-    start_step: int = 0
-    end_step: int | None = None
-    save_steps: tuple[int, ...] = ()
-
-    def should_save(self, step: int) -> bool:
-        return self.next_due(step) == step
-
-    def next_due(self, step: int) -> int:
-        """The first saved step that is not before `step`, or NEVER."""
-        first = max(step, self.start_step)
-        due = first + -first % self.save_interval
-        if self.end_step is not None and due >= self.end_step:
-            due = NEVER
-        place = bisect_left(self.save_steps, step)
-        return due if place == len(self.save_steps) else min(due, self.save_steps[place])
-
-
-def read_save_key(key: str, value: object) -> object:
-    """A value of one of SAVE_KEYS, checked; the key may carry a mode, as in `train.save_steps`."""
-    bare = key.rpartition(".")[2]
-    if bare == "save_steps":
-        return integers(key, value)
-    return integer(key, value, minimum=1 if bare == "save_interval" else 0)
-
-
-def mode_key(value: object) -> ModeKeys:
-    if isinstance(value, ModeKeys):
-        return value
-    if isinstance(value, str) and value.upper() in ModeKeys.__members__:
-        return ModeKeys[value.upper()]
-    options = ", ".join(f"modes.{mode.name}" for mode in ModeKeys)
-    raise ConfigurationError(f"mode_save_configs: {value!r} is no mode; use one of {options}")
-
-
-def _read(values: Mapping[str, object], where: str) -> dict[str, Any]:
-    known_keys(values, SAVE_KEYS, where)
-    with located(where):
-        return {k: read_save_key(k, v) for k, v in values.items() if v is not None}
-
-
-class _SaveKeys(Observable):
-    """The four settings as attributes; checked when they are assigned."""
-
-    def _get(self, key: str) -> Any:
-        raise NotImplementedError
-
-    def _put(self, key: str, value: object) -> None:
-        raise NotImplementedError
-
-    @property
-    def save_interval(self) -> int:
-        return int(self._get("save_interval"))
-
-    @save_interval.setter
-    def save_interval(self, value: int | None) -> None:
-        self._put("save_interval", value)
-
-    @property
-    def start_step(self) -> int:
-        return int(self._get("start_step"))
-
-    @start_step.setter
-    def start_step(self, value: int | None) -> None:
-        self._put("start_step", value)
-
-    @property
-    def end_step(self) -> int | None:
-        found = self._get("end_step")
-        return None if found is None else int(found)
-
-    @end_step.setter
-    def end_step(self, value: int | None) -> None:
-        self._put("end_step", value)
-
-    @property
-    def save_steps(self) -> ListView[int]:
-        return ListView(lambda: self._get("save_steps"), lambda new: self._put("save_steps", new))
-
-    @save_steps.setter
-    def save_steps(self, value: Any) -> None:
-        self._put("save_steps", value)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        # A misspelt setting must not become a new attribute that nobody reads.
-        if not name.startswith("_") and name not in SAVE_KEYS:
-            raise UnknownKey(name, SAVE_KEYS, type(self).__name__)
-        super().__setattr__(name, value)
-
-
-class SaveConfigMode(_SaveKeys):
-    """When to save in one mode. What is not given has its default: interval 500 from step 0 on."""
-
-    def __init__(
-        self,
-        save_interval: int | None = None,
-        start_step: int | None = None,
-        end_step: int | None = None,
-        save_steps: Any = None,
-    ) -> None:
-        super().__init__()
-        given = (save_interval, start_step, end_step, save_steps)
-        self._own = _read(dict(zip(SAVE_KEYS, given, strict=True)), type(self).__name__)
-        # Set for the modes of a layered SaveConfig: what is not set here is asked for there.
-        self._below: tuple[SaveConfig, ModeKeys] | None = None
-
-    def schedule(self) -> Schedule:
-        if self._below is None:
-            return Schedule(**self._own)
-        config, mode = self._below
-        return replace(config.schedule_below(mode), **self._own)
-
-    def should_save_step(self, step_num: int) -> bool:
-        return self.schedule().should_save(step_num)
-
-    def next_due(self, step: int) -> int:
-        return self.schedule().next_due(step)
-
-    def _get(self, key: str) -> Any:
-        return getattr(self.schedule(), key)
-
-    def _put(self, key: str, value: object) -> None:
-        if value is None:
-            # "No end" is a value; for the others None means what holds below.
-            if key == "end_step":
-                self._own[key] = None
-            else:
-                self._own.pop(key, None)
-        else:
-            with located(type(self).__name__):
-                self._own[key] = read_save_key(key, value)
-        self.changed()
-
-    def to_dict(self) -> dict[str, Any]:
-        return {k: list(v) if k == "save_steps" else v for k, v in asdict(self.schedule()).items()}
-
-    to_json_dict = to_dict
-
-    @classmethod
-    def from_dict(cls, params: Mapping[str, Any]) -> SaveConfigMode:
-        if not isinstance(params, Mapping):
-            raise ConfigurationError(f"{cls.__name__}: {params!r} is not a dict of its settings")
-        known_keys(params, SAVE_KEYS, cls.__name__)
-        return cls(**params)
-
-    def copy(self) -> SaveConfigMode:
-        new = SaveConfigMode()
-        new._own = asdict(self.schedule()) if self._below else dict(self._own)
-        return new
-
-    def __copy__(self) -> SaveConfigMode:
-        return self.copy()
-
-    def __deepcopy__(self, memo: object) -> SaveConfigMode:
-        return self.copy()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return SaveConfigMode, tuple(self.copy()._own.get(key) for key in SAVE_KEYS)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, SaveConfigMode):
-            return NotImplemented
-        return self.schedule() == other.schedule()
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return f"SaveConfigMode({', '.join(f'{k}={v!r}' for k, v in self.to_dict().items())})"
-
-
-class SaveConfig(_SaveKeys):
+class SaveConfig(SaveKeys):
     """When to save, for every mode.
 
     `mode_save_configs` maps a mode (or its name) to a `SaveConfigMode` (or a dict of its settings);
@@ -217,7 +36,7 @@ class SaveConfig(_SaveKeys):
         super().__init__()
         given = (save_interval, start_step, end_step, save_steps)
         self._base = SaveConfigMode()
-        self._base._own = _read(dict(zip(SAVE_KEYS, given, strict=True)), "SaveConfig")
+        self._base._own = read_save_keys(dict(zip(SAVE_KEYS, given, strict=True)), "SaveConfig")
         self._modes = _read_modes(mode_save_configs)
         # Handed out by get_save_config() for a mode that was not given; empty until assigned to.
         self._views: dict[ModeKeys, SaveConfigMode] = {}
@@ -237,7 +56,9 @@ class SaveConfig(_SaveKeys):
         config = cls(**dict(base or {}))
         config._parent, config._open = parent, True
         for mode, values in (modes or {}).items():
-            config.get_save_config(mode)._own.update(_read(values, f"SaveConfig of {mode.name}"))
+            config.get_save_config(mode)._own.update(
+                read_save_keys(values, f"SaveConfig of {mode.name}")
+            )
         config._watch_parts()
         return config
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from typing_extensions import Self
 
-from smdist.workers.torch_callback import Callback
+from smdist.workers.torch_callback import Callback, Counting
 
 __all__ = ["CLOCKS", "Clock", "HookClock", "Memcpy", "median", "p99"]
 
@@ -44,20 +44,25 @@ class HookClock:
         self.calls = 0
 
     def __enter__(self) -> Self:
-        now, self._original = self._now, Callback.__call__
-        original = self._original
+        now = self._now
+        self._originals = {kind: kind.__call__ for kind in (Callback, Counting)}
 
-        def timed(callback: Callback, *arguments: Any) -> None:
-            begin = now()
-            original(callback, *arguments)
-            self.ns += now() - begin
-            self.calls += 1
+        def timing(original: Callable[..., None]) -> Callable[..., None]:
+            def timed(callback: Callback, *arguments: Any) -> None:
+                begin = now()
+                original(callback, *arguments)
+                self.ns += now() - begin
+                self.calls += 1
 
-        Callback.__call__ = timed  # type: ignore[assignment,method-assign]
+            return timed
+
+        for kind, original in self._originals.items():
+            kind.__call__ = timing(original)  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
-        Callback.__call__ = self._original  # type: ignore[method-assign]
+        for kind, original in self._originals.items():
+            kind.__call__ = original  # type: ignore[method-assign]
 
     def take(self) -> int:
         """Nanoseconds since the last call."""

@@ -30,25 +30,32 @@ class StepClock:
 
     `due` is the step of the current mode from which on somebody wants to be told; `AT_ONCE` is the
     next one. A change of mode sets it to `AT_ONCE`.
+
+    Forwards before it are a countdown: whoever sees one may take 1 from `quiet` as long as it is
+    positive, instead of calling `forward()`. That is all that a step costs on which nothing is due;
+    the numbers follow from how much was taken.
     """
 
     __slots__ = (
+        "_due",
+        "_granted",
+        "_in_step",
         "_joins",
         "_latest",
+        "_mode_step",
         "_others",
+        "_step",
         "_step_on",
-        "due",
-        "in_step",
         "mode",
-        "mode_step",
-        "step",
+        "quiet",
     )
 
     def __init__(self, step_on: StepOn = "forward") -> None:
         self.mode = ModeKeys.GLOBAL
-        self.step = self.mode_step = -1
-        self.due = AT_ONCE
-        self.in_step = False
+        self._step = self._mode_step = -1
+        self.quiet = self._granted = 0
+        self._in_step = False
+        self._due = AT_ONCE
         self._latest = -1  # global number of the current mode's last step
         self._others: dict[ModeKeys, tuple[int, int]] = {}  # the same of modes not current
         self.step_on = step_on
@@ -57,33 +64,67 @@ class StepClock:
 
     def forward(self) -> bool:
         """A counting root runs. True: a step began, and it is one to be told of."""
-        if self.in_step and self._joins:
+        if self._joins and self._in_step:
             return False
         return self.begin()
 
     def begin(self) -> bool:
-        self.step = self._latest = step = self.step + 1
-        self.in_step = True
-        self.mode_step = step = step if self.mode is ModeKeys.GLOBAL else self.mode_step + 1
-        return step >= self.due
+        self._count(self._granted - self.quiet + 1)
+        self._grant()
+        return self._mode_step >= self._due
 
     def end(self) -> None:
         """The optimizer has updated, or the caller said so: the step is over."""
-        self.in_step = False
+        self._settle()
+        self._in_step = False
+
+    def _count(self, steps: int) -> None:
+        if steps:
+            self._step = self._latest = self._step + steps
+            self._mode_step = (
+                self._step if self.mode is ModeKeys.GLOBAL else self._mode_step + steps
+            )
+            self._in_step = True
+
+    def _grant(self) -> None:
+        """Forwards can pass by being counted only where each of them is a step."""
+        last = self._step if self.mode is ModeKeys.GLOBAL else self._mode_step
+        self.quiet = self._granted = 0 if self._joins else max(0, self._due - last - 1)
+
+    def _settle(self) -> None:
+        """Count what has passed quietly."""
+        self._count(self._granted - self.quiet)
+        self._grant()
 
     # -- questions ----------------------------------------------------------------------------
 
     @property
+    def step(self) -> int:
+        self._settle()
+        return self._step
+
+    @property
+    def mode_step(self) -> int:
+        self._settle()
+        return self._mode_step
+
+    @property
+    def in_step(self) -> bool:
+        self._settle()
+        return self._in_step
+
+    @property
     def has_step(self) -> bool:
         """Did the current mode have a step yet?"""
+        self._settle()
         return self._latest >= 0
 
     @property
     def ref(self) -> StepRef:
         """The current mode's last step, or the one that would be its first."""
         if self.has_step:
-            return StepRef(self.mode, self.mode_step, self._latest)
-        coming = self.step + 1
+            return StepRef(self.mode, self._mode_step, self._latest)
+        coming = self._step + 1
         return StepRef(self.mode, coming if self.mode is ModeKeys.GLOBAL else 0, coming)
 
     @property
@@ -95,15 +136,25 @@ class StepClock:
 
     # -- changes ------------------------------------------------------------------------------
 
+    @property
+    def due(self) -> int:
+        return self._due
+
+    @due.setter
+    def due(self, step: int) -> None:
+        self._settle()
+        self._due = step
+        self._grant()
+
     def set_mode(self, mode: ModeKeys) -> None:
         if mode is self.mode:
             return
-        self._others[self.mode] = (self.mode_step, self._latest)
-        self.mode_step, self._latest = self._others.pop(mode, (-1, -1))
-        self.mode = mode
-        self.in_step = False
-        self.due = AT_ONCE
         self._settle()
+        self._others[self.mode] = (self._mode_step, self._latest)
+        self._mode_step, self._latest = self._others.pop(mode, (-1, -1))
+        self.mode = mode
+        self._in_step = False
+        self._renew()
 
     @property
     def step_on(self) -> StepOn:
@@ -114,10 +165,17 @@ class StepClock:
         if value not in get_args(StepOn):
             known = ", ".join(map(repr, get_args(StepOn)))
             raise ConfigurationError(f"step_on={value!r} is not one of {known}")
+        self._count(self._granted - self.quiet)
         self._step_on: StepOn = value
-        self._settle()
+        self._join_or_not()
+        self._grant()
 
-    def _settle(self) -> None:
+    def _renew(self) -> None:
+        self._join_or_not()
+        self._due = AT_ONCE
+        self._grant()
+
+    def _join_or_not(self) -> None:
         updates = self.mode not in (ModeKeys.EVAL, ModeKeys.PREDICT)
         self._joins = self._step_on == "manual" or (self._step_on == "optimizer" and updates)
 
@@ -125,8 +183,9 @@ class StepClock:
 
     def state(self) -> dict[str, Any]:
         """Plain data, to be kept in a checkpoint."""
-        last = {**self._others, self.mode: (self.mode_step, self._latest)}
-        return {"step": self.step, "modes": {m.name: list(pair) for m, pair in last.items()}}
+        self._settle()
+        last = {**self._others, self.mode: (self._mode_step, self._latest)}
+        return {"step": self._step, "modes": {m.name: list(pair) for m, pair in last.items()}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on where `state()` was taken: the next step has the next number."""
@@ -137,7 +196,7 @@ class StepClock:
             raise ConfigurationError(
                 f"not the state of a hook: {error!r}; pass what hook.state_dict() returned"
             ) from error
-        self.step, self._others = step, last
-        self.mode_step, self._latest = last.pop(self.mode, (-1, -1))
-        self.in_step = False
-        self.due = AT_ONCE
+        self._step, self._others = step, last
+        self._mode_step, self._latest = last.pop(self.mode, (-1, -1))
+        self._in_step = False
+        self._renew()

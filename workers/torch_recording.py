@@ -26,7 +26,7 @@ from smdist.planning import NEVER, Planner
 from smdist.workers.mishaps import Mishaps
 from smdist.workers.recorder import Recorder
 from smdist.workers.steps import AT_ONCE, StepClock, StepOn
-from smdist.workers.torch_callback import Callback, in_backward, within_compiled
+from smdist.workers.torch_callback import Callback, Counting, in_backward, within_compiled
 from smdist.workers.torch_gradients import Gradients
 from smdist.workers.torch_host import Value
 from smdist.workers.torch_modules import Modules
@@ -93,10 +93,12 @@ class Recording:
         self.modules.add(named, root=name)
         known = _Root(name, root, counts, compiled(root))
         self._roots.append(known)
-        body = self._on_counting if counts and not known.compiled else self._on_other
-        self._handles.append(
-            root.register_forward_pre_hook(Callback(partial(body, known)), with_kwargs=True)
-        )
+        callback: Callback
+        if counts and not known.compiled:
+            callback = Counting(self._clock, partial(self._on_counting, known))
+        else:
+            callback = Callback(partial(self._on_other, known))
+        self._handles.append(root.register_forward_pre_hook(callback, with_kwargs=True))
         self._registered()
 
     def add_loss(self, module: nn.Module) -> None:

@@ -144,3 +144,41 @@ def test_a_restored_clock_goes_on_as_if_nothing_had_happened(
 def test_the_state_of_something_else_is_refused(state: dict[str, object]) -> None:
     with pytest.raises(ConfigurationError, match="state_dict"):
         StepClock().restore(state)
+
+
+moves = st.lists(
+    st.one_of(
+        st.tuples(st.just("forward"), st.integers(1, 6)),
+        st.tuples(st.just("due"), st.integers(-1, 12)),
+        st.tuples(st.just("mode"), st.sampled_from([T, E, P, G])),
+        st.tuples(st.just("step_on"), st.sampled_from(["forward", "optimizer", "manual"])),
+        st.tuples(st.just("end"), st.none()),
+        st.tuples(st.just("look"), st.none()),
+    ),
+    max_size=40,
+)
+
+
+@given(moves)
+def test_counting_down_is_the_same_as_asking_every_time(plan: list[tuple[str, object]]) -> None:
+    told: dict[str, list[object]] = {"asked": [], "counted": []}
+    for how, seen in told.items():
+        clock = StepClock()
+        for what, value in plan:
+            if what == "forward":
+                for _ in range(int(str(value))):
+                    if how == "counted" and clock.quiet > 0:
+                        clock.quiet -= 1
+                        seen.append(False)
+                    else:
+                        seen.append(clock.forward())
+            elif what == "mode":
+                clock.set_mode(ModeKeys(value))
+            elif what == "end":
+                clock.end()
+            elif what == "look":
+                seen.append((clock.ref, clock.step, clock.in_step, clock.has_step))
+            else:
+                setattr(clock, what, value)
+        seen.append((clock.state(), clock.mode_steps, clock.due))
+    assert told["counted"] == told["asked"]

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Union
 
 import msgspec
 
+from smdist.coordination.spans import Spans, joined, with_member
 from smdist.identity import ModeKeys
 from smdist.manifest import Dropped, Heartbeat, RankManifest, RankState, Session, StepEntry
 
@@ -111,7 +112,7 @@ class RankView:
 
     `passed` holds, for each mode, the greatest mode step that the rank has closed, and under
     GLOBAL the greatest global step. `drops` and `troubles` are keyed by manifest and place in it,
-    so a repeated manifest repeats nothing.
+    so a repeated manifest repeats nothing. `seen` are the numbers of its manifests that were folded.
     """
 
     session: Session | None = None
@@ -123,6 +124,7 @@ class RankView:
     closed_at: float = 0.0
     drops: dict[StepKey, frozenset[tuple[int, int, Dropped]]] = field(default_factory=dict)
     troubles: frozenset[tuple[int, int, str]] = frozenset()
+    seen: Spans = ()
 
     def copy(self) -> RankView:
         return RankView(
@@ -135,6 +137,7 @@ class RankView:
             self.closed_at,
             dict(self.drops),
             self.troubles,
+            self.seen,
         )
 
     def closed(self, key: StepKey) -> bool:
@@ -151,6 +154,7 @@ class RankView:
 
     def _add_manifest(self, manifest: RankManifest) -> None:
         seq = manifest.seq
+        self.seen = with_member(self.seen, seq)
         self.head = _greater_head(
             self.head, Head(seq, manifest.upto, manifest.state, manifest.time, manifest.reason)
         )
@@ -167,6 +171,7 @@ class RankView:
         self.session = _greater_session(self.session, other.session)
         self.heartbeat = _greater_heartbeat(self.heartbeat, other.heartbeat)
         self.head = _greater_head(self.head, other.head)
+        self.seen = joined((*self.seen, *other.seen))
         self.worlds |= other.worlds
         for blocks in other.steps.values():
             for entry in blocks:
@@ -190,6 +195,7 @@ class RankView:
             self.closed_at,
             [(key, sorted(map(_bytes, drops))) for key, drops in sorted(self.drops.items())],
             sorted(self.troubles),
+            self.seen,
         )
 
 

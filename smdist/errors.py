@@ -15,6 +15,9 @@
     │   ├── StoreFull
     │   ├── StoreForbidden
     │   └── CorruptObject                    a checksum or a format says no
+    ├── CoordinationError                    about who writes the merged view of a run
+    │   ├── AlreadyCoordinated               another coordinator does; names it and the remedy
+    │   └── Superseded                       another one has taken over from this one
     └── TrialError                           a question about a run that has no answer
         ├── NoSuchRun
         ├── StepUnavailable                  that step was not saved
@@ -32,15 +35,18 @@ Errors carry their facts as attributes and survive pickling.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 from smdist.identity import ModeKeys
 
 __all__ = [
+    "AlreadyCoordinated",
     "BufferFull",
     "CaptureError",
     "ConfigurationError",
+    "CoordinationError",
     "CorruptObject",
     "DrainTimeout",
     "InvalidCollectionConfiguration",
@@ -59,6 +65,7 @@ __all__ = [
     "StoreError",
     "StoreForbidden",
     "StoreFull",
+    "Superseded",
     "TensorUnavailable",
     "TensorUnavailableForStep",
     "TrialError",
@@ -164,6 +171,44 @@ class StoreForbidden(StoreError):
 
 class CorruptObject(StoreError):
     pass
+
+
+# -- coordination ----------------------------------------------------------------------------
+
+
+class CoordinationError(SmdistError):
+    pass
+
+
+class AlreadyCoordinated(CoordinationError):
+    """`free_in_s`: when its lease ends, unless it is renewed."""
+
+    def __init__(
+        self, url: str, writer: str, host: str, pid: int, since: float, free_in_s: float
+    ) -> None:
+        self.url, self.writer, self.host, self.pid = url, writer, host, pid
+        self.since, self.free_in_s = since, free_in_s
+        super().__init__(url, writer, host, pid, since, free_in_s)
+
+    def __str__(self) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since))
+        return (
+            f"{self.url} already has a coordinator: {self.writer}, process {self.pid} on "
+            f"{self.host}, since {since}; stop that one, wait {max(self.free_in_s, 0.0):.0f} s if "
+            "it is dead, or start with --take-over to make it stop"
+        )
+
+
+class Superseded(CoordinationError):
+    def __init__(self, url: str, writer: str, by: str, epoch: int) -> None:
+        self.url, self.writer, self.by, self.epoch = url, writer, by, epoch
+        super().__init__(url, writer, by, epoch)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.url}: coordinator {self.writer} stopped, as {self.by} has taken over "
+            f"(epoch {self.epoch}); nothing is lost"
+        )
 
 
 # -- questions about a run -------------------------------------------------------------------

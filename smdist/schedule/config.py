@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from types import MappingProxyType
 from typing import Any
 
 from smdist.errors import ConfigurationError
@@ -107,7 +108,8 @@ class SaveConfig(SaveKeys):
     def should_save(self, mode: ModeKeys, step: int) -> bool:
         return self.schedule(mode).should_save(step)
 
-    should_save_step = should_save
+    def should_save_step(self, mode: ModeKeys, step_num: int) -> bool:
+        return self.should_save(mode, step_num)
 
     def next_due(self, mode: ModeKeys, step: int) -> int:
         return self.schedule(mode).next_due(step)
@@ -134,15 +136,22 @@ class SaveConfig(SaveKeys):
             found.watch(self)
         return found
 
+    @property
+    def mode_save_configs(self) -> Mapping[ModeKeys, SaveConfigMode]:
+        """Every mode with its settings; `set_save_config()` replaces them."""
+        return MappingProxyType({mode: self.get_save_config(mode) for mode in ModeKeys})
+
+    def merge_default_save_config(self, default_save_config: SaveConfig) -> None:
+        """Modes that were not given take over what `default_save_config` says now."""
+        if self._open and self._parent is None:
+            self._parent, self._open = default_save_config.copy(), False
+            self._base.changed()
+
     def set_save_config(self, mode: ModeKeys, save_config_mode: Any) -> None:
         self._modes.update(_read_modes({mode: save_config_mode}))
         self._views.pop(mode_key(mode), None)
         self._watch_parts()
         self._base.changed()  # heard by everybody who shares these settings
-
-    @property
-    def mode_save_configs(self) -> dict[ModeKeys, SaveConfigMode]:
-        return {mode: self.get_save_config(mode) for mode in ModeKeys}
 
     # -- as data -----------------------------------------------------------------------------
 
@@ -160,29 +169,40 @@ class SaveConfig(SaveKeys):
         return json.dumps(self.to_dict())
 
     @classmethod
-    def from_dict(cls, params: Mapping[Any, Any]) -> SaveConfig:
-        """From mode -> settings, or from the plain settings themselves."""
+    def from_dict(
+        cls, params: Mapping[Any, Any], default_values: Mapping[str, Any] | None = None
+    ) -> SaveConfig:
+        """From mode -> settings, or from the plain settings themselves.
+
+        `default_values` are for what is not set; modes that are not given at all stay open.
+        """
+        defaults = dict(default_values or {})
         if params and set(params) <= set(SAVE_KEYS):
-            return cls(**params)
-        return cls(mode_save_configs=params)
+            return cls(**{**defaults, **params})
+        return cls(mode_save_configs=_read_modes(params, defaults))
+
+    @classmethod
+    def from_save_config_mode(cls, save_config_mode: SaveConfigMode) -> SaveConfig:
+        """The same settings, shared, for every mode."""
+        return cls(mode_save_configs=dict.fromkeys(ModeKeys, save_config_mode))
 
     @classmethod
     def from_json(cls, json_str: str) -> SaveConfig:
         return cls.from_dict(json.loads(json_str))
 
     @classmethod
-    def parse(cls, value: object) -> SaveConfig:
+    def parse(cls, obj: object) -> SaveConfig:
         """What a hook or a collection accepts as its `save_config`."""
-        if value is None:
+        if obj is None:
             return cls()
-        if isinstance(value, SaveConfig):
-            return value
-        if isinstance(value, SaveConfigMode):
-            return cls(mode_save_configs=dict.fromkeys(ModeKeys, value))
-        if isinstance(value, Mapping):
-            return cls.from_dict(value)
+        if isinstance(obj, SaveConfig):
+            return obj
+        if isinstance(obj, SaveConfigMode):
+            return cls.from_save_config_mode(obj)
+        if isinstance(obj, Mapping):
+            return cls.from_dict(obj)
         raise ConfigurationError(
-            f"save_config={value!r} is not a SaveConfig; write SaveConfig(save_interval=...) "
+            f"save_config={obj!r} is not a SaveConfig; write SaveConfig(save_interval=...) "
             "or a dict of mode to SaveConfigMode"
         )
 
@@ -218,7 +238,9 @@ class SaveConfig(SaveKeys):
         return f"SaveConfig({', '.join(f'{m.name}: {self.schedule(m)}' for m in ModeKeys)})"
 
 
-def _read_modes(given: Mapping[Any, Any] | None) -> dict[ModeKeys, SaveConfigMode]:
+def _read_modes(
+    given: Mapping[Any, Any] | None, defaults: Mapping[str, Any] | None = None
+) -> dict[ModeKeys, SaveConfigMode]:
     if given is None:
         return {}
     if not isinstance(given, Mapping):
@@ -232,7 +254,7 @@ def _read_modes(given: Mapping[Any, Any] | None) -> dict[ModeKeys, SaveConfigMod
             continue
         if isinstance(value, Mapping):
             with located(f"mode_save_configs[{mode.name}]"):
-                value = SaveConfigMode.from_dict(value)
+                value = SaveConfigMode.from_dict(value, defaults)
         if not isinstance(value, SaveConfigMode):
             raise ConfigurationError(
                 f"mode_save_configs[{mode.name}]={value!r} is not a SaveConfigMode; write "

@@ -116,11 +116,14 @@ class SaveConfigMode(SaveKeys):
     to_json_dict = to_dict
 
     @classmethod
-    def from_dict(cls, params: Mapping[str, Any]) -> SaveConfigMode:
+    def from_dict(
+        cls, params: Mapping[str, Any], default_values: Mapping[str, Any] | None = None
+    ) -> SaveConfigMode:
         if not isinstance(params, Mapping):
             raise ConfigurationError(f"{cls.__name__}: {params!r} is not a dict of its settings")
-        known_keys(params, SAVE_KEYS, cls.__name__)
-        return cls(**params)
+        settings = {**(default_values or {}), **params}
+        known_keys(settings, SAVE_KEYS, cls.__name__)
+        return cls(**settings)
 
     def copy(self) -> SaveConfigMode:
         new = SaveConfigMode()

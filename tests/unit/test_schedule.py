@@ -275,3 +275,35 @@ def test_parse_takes_what_hooks_take() -> None:
     assert one.should_save_step(4)
     assert not SaveConfig().should_save_step(TRAIN, 3)
     assert copy.deepcopy(one) == one == pickle.loads(pickle.dumps(one))
+
+
+def test_modes_that_were_not_given_take_over_a_default() -> None:
+    config = SaveConfig({TRAIN: SaveConfigMode(save_interval=2)})
+    default = SaveConfig(save_interval=7)
+    ear = Ear()
+    config.watch(ear)
+    config.merge_default_save_config(default_save_config=default)
+    assert ear.heard
+    default.save_interval = 8  # it was copied
+    assert config.schedule(TRAIN) == Schedule(2)
+    assert config.schedule(EVAL) == Schedule(7)
+    assert config.under(SaveConfig(save_interval=9)) is config
+    complete = SaveConfig(end_step=3)
+    complete.merge_default_save_config(default)
+    assert complete.schedule(EVAL) == Schedule(end_step=3)
+
+
+def test_the_vocabulary_of_older_scripts() -> None:
+    one = SaveConfigMode.from_dict({"save_interval": 2}, default_values={"end_step": 5})
+    assert one.schedule() == Schedule(2, end_step=5)
+    config = SaveConfig.from_save_config_mode(save_config_mode=one)
+    assert config.should_save_step(mode=EVAL, step_num=4)
+    assert dict(config.mode_save_configs) == dict.fromkeys(ModeKeys, one)
+    config.mode_save_configs[TRAIN].save_interval = 3
+    assert config.schedule(TRAIN).save_interval == 3
+    with pytest.raises(TypeError):
+        config.mode_save_configs[TRAIN] = one  # type: ignore[index]
+    filled = SaveConfig.from_dict({"TRAIN": {"start_step": 1}}, default_values={"end_step": 5})
+    assert filled.schedule(TRAIN) == Schedule(start_step=1, end_step=5)
+    assert SaveConfig.from_dict({"end_step": 2}, {"save_interval": 4}).end_step == 2
+    assert SaveConfig.parse(obj=config) is config

@@ -14,12 +14,16 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from smdist.coordination.sealed import NOTHING
+from smdist.coordination.spans import members, spans_of
+from smdist.coordination.step_rows import StepRow, row_of
 from smdist.identity import ModeKeys
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from smdist.coordination.merge import RankView, StepKey, View
+    from smdist.coordination.spans import Spans
 
 __all__ = [
     "PATIENCE",
@@ -29,6 +33,7 @@ __all__ = [
     "RankReport",
     "RankStatus",
     "StepFacts",
+    "all_step_facts",
     "expected_ranks",
     "finished",
     "missing_ranks",
@@ -76,7 +81,10 @@ PATIENCE = Patience()
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """A rank as of `now`. `pending`: it may still write. `step`: last global step it closed, or -1."""
+    """A rank as of `now`. `pending`: it may still write. `step`: last global step it closed, or -1.
+
+    `behind_s` and `behind_steps`: than the rank of its attempt that is furthest.
+    """
 
     rank: int
     status: RankStatus
@@ -85,6 +93,7 @@ class RankReport:
     last_seen: float = 0.0
     behind_s: float = 0.0
     reason: str = ""
+    behind_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +150,19 @@ def _last_seen(known: RankView) -> float:
 
 
 def _report(
-    rank: int, known: RankView | None, front: float, grace: bool, now: float, patience: Patience
+    rank: int,
+    known: RankView | None,
+    front: tuple[float, int],
+    grace: bool,
+    now: float,
+    patience: Patience,
 ) -> RankReport:
     if known is None or not _started(known):
         return RankReport(rank, RankStatus.NEVER_STARTED, pending=grace)
     head, seen = known.head, _last_seen(known)
     step = known.passed.get(_GLOBAL, -1)
     own = known.closed_at or (known.session.started if known.session else seen)
-    behind = max(0.0, front - own)
+    behind = max(0.0, front[0] - own)
     reason = head.reason if head is not None else ""
     status = RankStatus.ACTIVE
     if head is not None and head.state == "ended":
@@ -160,7 +174,8 @@ def _report(
     elif behind > patience.lagging_after_s:
         status = RankStatus.LAGGING
     pending = status in (RankStatus.ACTIVE, RankStatus.LAGGING)
-    return RankReport(rank, status, pending, step, seen, behind, reason)
+    behind_steps = max(0, front[1] - step)
+    return RankReport(rank, status, pending, step, seen, behind, reason, behind_steps)
 
 
 def rank_reports(
@@ -168,7 +183,10 @@ def rank_reports(
 ) -> dict[int, RankReport]:
     """Every expected or known rank of `attempt`, in numeric order."""
     known = view.attempts.get(attempt, {})
-    front = max((rank.closed_at for rank in known.values()), default=0.0)
+    front = (
+        max((rank.closed_at for rank in known.values()), default=0.0),
+        max((rank.passed.get(_GLOBAL, -1) for rank in known.values()), default=-1),
+    )
     # A rank without any sign may be slow to start, but not after its peers have run for a while,
     # and not once a newer attempt has begun.
     begun = max(
@@ -195,67 +213,106 @@ def step_attempts(view: View, key: StepKey) -> tuple[int, ...]:
     return tuple(
         attempt
         for attempt in sorted(view.attempts, reverse=True)
-        if any(key in r.steps or key in r.drops for r in view.attempts[attempt].values())
+        if view.sealed.get(attempt, NOTHING).chunk(key) is not None
+        or any(key in r.steps or key in r.drops for r in view.attempts[attempt].values())
     )
 
 
 def step_facts(view: View, attempt: int, key: StepKey, expected: Iterable[int]) -> StepFacts | None:
     """What `attempt` has of the step `key`; None when no rank knows of it."""
-    known = view.attempts.get(attempt, {})
-    ranks: list[int] = []
-    layouts: set[str] = set()
-    numbers: dict[int, list[int]] = {}
-    incomplete: set[int] = set()
-    whole: set[int] = set()
-    planned = False
+    return all_step_facts(view, attempt, expected, (key,)).get(key)
+
+
+def all_step_facts(
+    view: View, attempt: int, expected: Iterable[int], keys: Iterable[StepKey] | None = None
+) -> dict[StepKey, StepFacts]:
+    """The facts of each step of `attempt` that any rank knows of, or of those among `keys`.
+
+    Of a step without recent blocks it looks at no rank: what is sealed has been looked at.
+    """
+    judge = _Judge(attempt, tuple(expected))
+    known, sealed = view.attempts.get(attempt, {}), view.sealed.get(attempt, NOTHING)
+    recent: set[StepKey] = set().union(*(rank.steps for rank in known.values()))
+    dropped: dict[StepKey, dict[int, int]] = {}
     for rank in sorted(known):
-        blocks = known[rank].steps.get(key, ())
-        drops = known[rank].drops.get(key)
-        if blocks:
-            ranks.append(rank)
-            numbers.setdefault(blocks[0].step, []).append(rank)
-            layouts.update(entry.layout for entry in blocks if entry.layout)
-            closings = [entry.planned for entry in blocks if entry.closed]
-            planned = planned or not closings or any(closings)
-            if closings:
-                whole.add(rank)
-        if drops:
-            planned = True
-            incomplete.add(rank)
-            numbers.setdefault(min(drop.step for _, _, drop in drops), []).append(rank)
-    if not numbers:
-        return None
-    step = next(iter(numbers))
-    return StepFacts(
-        key,
-        attempt,
-        step,
-        tuple(ranks),
-        tuple(
-            rank
-            for rank in (expected if planned else ranks)
-            if rank not in whole or rank in incomplete
-        ),
-        frozenset(layouts),
-        None if len(numbers) == 1 else _disagreement(attempt, key, numbers),
-    )
+        for key, drops in known[rank].drops.items():
+            dropped.setdefault(key, {})[rank] = min(drop.step for _, _, drop in drops)
+    found: dict[StepKey, StepFacts] = {}
+    for key in {*recent, *dropped, *sealed.keys()} if keys is None else keys:
+        row = row_of(key[1], view.step(attempt, key)) if key in recent else sealed.row(key)
+        if row is not None or key in dropped:
+            found[key] = judge(key, row, dropped.get(key, {}))
+    return found
 
 
-def _disagreement(attempt: int, key: StepKey, numbers: dict[int, list[int]]) -> Disagreement:
-    return Disagreement(
-        attempt, *key, {number: tuple(dict.fromkeys(ranks)) for number, ranks in numbers.items()}
-    )
+class _Judge:
+    """Who of the expected ranks is absent from a step."""
+
+    def __init__(self, attempt: int, expected: tuple[int, ...]) -> None:
+        self._attempt, self._expected = attempt, expected
+        self._spans: Spans = spans_of(expected)
+
+    def __call__(self, key: StepKey, row: StepRow | None, drops: Mapping[int, int]) -> StepFacts:
+        """`drops`: of each rank that dropped some of the step, the number it gave it."""
+        ranks = members(row.ranks) if row is not None else ()
+        numbers = _numbers(row, drops)
+        return StepFacts(
+            key,
+            self._attempt,
+            next(iter(numbers)),
+            ranks,
+            self._absent(row, ranks, drops),
+            frozenset(row.layouts) if row is not None else frozenset(),
+            None if len(numbers) == 1 else _disagreement(self._attempt, key, numbers),
+        )
+
+    def _absent(
+        self, row: StepRow | None, ranks: tuple[int, ...], drops: Mapping[int, int]
+    ) -> tuple[int, ...]:
+        if row is not None and not row.open and not drops:
+            if not row.planned or row.ranks == self._spans:
+                return ()
+            here = set(ranks)
+            return tuple(rank for rank in self._expected if rank not in here)
+        due = bool(drops) or row is None or row.planned
+        whole = {*ranks}.difference(drops, members(row.open) if row is not None else ())
+        return tuple(rank for rank in (self._expected if due else ranks) if rank not in whole)
+
+
+def _numbers(row: StepRow | None, drops: Mapping[int, int]) -> dict[int, Iterable[int]]:
+    """Global numbers in order of the lowest rank that gave them, each with its ranks."""
+    if row is not None and not drops:
+        if not row.numbers:
+            return {row.step: ()}
+        return {number: members(ranks) for number, ranks in row.numbers}
+    given: dict[int, int] = {}
+    if row is not None:
+        for number, spans in row.numbers or ((row.step, row.ranks),):
+            given.update(dict.fromkeys(members(spans), number))
+    numbers: dict[int, list[int]] = {}
+    for rank in sorted({*given, *drops}):
+        for number in dict.fromkeys(n[rank] for n in (given, drops) if rank in n):
+            numbers.setdefault(number, []).append(rank)
+    return dict(numbers)
+
+
+def _disagreement(attempt: int, key: StepKey, numbers: Mapping[int, Iterable[int]]) -> Disagreement:
+    return Disagreement(attempt, *key, {number: tuple(r) for number, r in numbers.items()})
 
 
 def missing_ranks(
     view: View, facts: StepFacts, reports: Mapping[int, RankReport]
 ) -> dict[int, MissingReason]:
     """Why each absent rank is; empty exactly when the step is COMPLETE."""
-    known = view.attempts.get(facts.attempt, {})
-    return {rank: _reason(known.get(rank), facts, reports[rank]) for rank in facts.absent}
+    known, here = view.attempts.get(facts.attempt, {}), frozenset(facts.ranks)
+    return {
+        rank: _reason(known.get(rank), facts, reports[rank], rank in here) for rank in facts.absent
+    }
 
 
-def _reason(known: RankView | None, facts: StepFacts, report: RankReport) -> MissingReason:
+def _reason(
+    known: RankView | None, facts: StepFacts, report: RankReport, within: bool
+) -> MissingReason:
     key, (mode, mode_step) = facts.key, facts.key
     if known is None or report.status is RankStatus.NEVER_STARTED:
         return MissingReason.NEVER_STARTED
@@ -263,7 +320,6 @@ def _reason(known: RankView | None, facts: StepFacts, report: RankReport) -> Mis
         return MissingReason.DROPPED
     if known.passed.get(mode, -1) > (facts.step if mode == _GLOBAL else mode_step):
         return MissingReason.SKIPPED
-    within = key in known.steps
     if report.status is RankStatus.ENDED:
         return MissingReason.ENDED_WITHIN if within else MissingReason.ENDED
     if report.status is RankStatus.LOST:

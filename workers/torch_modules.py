@@ -19,9 +19,10 @@ from smdist.errors import CaptureError
 from smdist.planning import Planner, StepPlan
 from smdist.workers.mishaps import Mishaps
 from smdist.workers.recorder import Recorder
-from smdist.workers.torch_callback import Callback, in_backward
+from smdist.workers.torch_callback import Callback, in_backward, within_compiled
 from smdist.workers.torch_flatten import tensors_in
 from smdist.workers.torch_host import Value, readable
+from smdist.workers.torch_names import compiled
 
 __all__ = ["Modules"]
 
@@ -53,6 +54,8 @@ class Modules:
         self._armed: tuple[_Watch, ...] = ()
         self._handles: list[RemovableHandle] = []
         self._counts: dict[tuple[str, str], int] = {}
+        self._in_graph: bool | None = None  # was the root of this step called from a graph?
+        self._judged: set[str] = set()
 
     def add(self, named: dict[str, nn.Module], *, root: str = "", loss: bool = False) -> None:
         """`root`: the one among them whose inputs come by `record_inputs`."""
@@ -108,13 +111,16 @@ class Modules:
     @property
     def inside(self) -> bool:
         """Does the step being recorded watch modules inside a model?"""
-        return any(w.name not in self._losses and w.name not in self._roots for w in self._armed)
+        return any(map(self._is_inside, self._armed))
+
+    def _is_inside(self, watch: _Watch) -> bool:
+        return watch.name not in self._losses and watch.name not in self._roots
 
     # -- a recorded step ----------------------------------------------------------------------
 
     def arm(self, plan: StepPlan) -> list[Hashable]:
         """Watch what the plan wants; the tokens that will arrive (losses, once each)."""
-        self._counts.clear()
+        self._judge()
         wanted = self.wanted(plan)
         if wanted != self._armed:
             self.disarm()
@@ -124,10 +130,40 @@ class Modules:
         return [watch.name for watch in wanted if watch.name in self._losses and watch.outputs]
 
     def disarm(self) -> None:
+        self._judge()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._armed = ()
+
+    def _judge(self) -> None:
+        """The step is over: did a graph that was compiled before run without calling our hooks?
+
+        That a module did not run proves nothing by itself; scripts use modules as they like.
+        """
+        ran, in_graph = {name for name, _ in self._counts}, self._in_graph
+        self._counts.clear()
+        self._in_graph = None
+        inside = [watch.name for watch in self._armed if self._is_inside(watch)]
+        if in_graph and ran.isdisjoint(inside):
+            self._missed("", inside)
+        for name in ran & self._modules.keys():
+            if compiled(self._modules[name]):
+                within = [other for other in inside if other.startswith(f"{name}.")]
+                if ran.isdisjoint(within):
+                    self._missed(name, within)
+
+    def _missed(self, place: str, names: list[str]) -> None:
+        if not names or place in self._judged:
+            return
+        self._judged.add(place)
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        self._mishaps.trouble(
+            f"no inputs or outputs came from {names[0]}{others}; it seems that "
+            f"{place or 'the model'} had been compiled before hooks hung there: compile the whole "
+            "model and register the result, model = torch.compile(model); "
+            "hook.register_module(model)"
+        )
 
     def _watch(self, watch: _Watch) -> Iterable[RemovableHandle]:
         name, module = watch.name, watch.module
@@ -151,6 +187,8 @@ class Modules:
             self._arrived(name)
 
     def record_inputs(self, root: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._in_graph is None and "" not in self._judged and self.inside:
+            self._in_graph = not compiled(self._modules[root]) and within_compiled()
         if any(watch.inputs and watch.name == root for watch in self._armed):
             self.record(root, INPUT, (args, kwargs))
 

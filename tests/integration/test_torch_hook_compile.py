@@ -146,3 +146,48 @@ def test_a_full_graph_around_the_hook_says_what_to_do(tmp_path: Path) -> None:
         model = compiled(net, backend="eager", fullgraph=True)
         with pytest.raises(Exception, match="register the compiled module"):
             model(torch.randn(2, 4))
+
+
+@pytest.mark.parametrize("kind", ["returned", "other instance", "in place"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_graph_from_before_the_hook_is_told(tmp_path: Path, kind: str, first: int) -> None:
+    net = Net()
+    if kind == "in place":
+        net.compile(backend="eager")
+    model = net if kind == "in place" else compiled(net, backend="eager")
+    former = compiled(Net(), backend="eager") if kind == "other instance" else model
+    former(torch.randn(3, 4))
+    config = smd.SaveConfig(save_interval=1, start_step=first)
+    with hooked(tmp_path / "run", include_collections=["outputs"], save_config=config) as hook:
+        hook.register_module(net)
+        train(model, 4)
+    trial = read(tmp_path / "run")
+    assert trial.steps() == list(range(first, 4))
+    assert not trial.has_tensor("fc1_output_0")
+    (message,) = trial.troubles()["worker_0"]
+    assert "fc1 and 2 more" in message
+    assert "hook.register_module(model)" in message
+
+
+def test_a_compiled_part_from_before_the_hook_is_told(tmp_path: Path) -> None:
+    net = nn.Sequential()
+    net.add_module("block", compiled(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), backend="eager"))
+    net.add_module("head", nn.Linear(4, 2))
+    net(torch.randn(3, 4))
+    with hooked(tmp_path / "run", include_collections=["outputs"]) as hook:
+        hook.register_module(net)
+        train(net, 2)
+    trial = read(tmp_path / "run")
+    assert {"block_output_0", "head_output_0"} <= set(trial.tensor_names())
+    (message,) = trial.troubles()["worker_0"]
+    assert "block.0 and 1 more" in message
+
+
+def test_a_compiled_model_with_a_part_that_does_not_run_is_no_trouble(tmp_path: Path) -> None:
+    net = Net()
+    net.add_module("unused", nn.Linear(4, 2))
+    model = compiled(net, backend="eager")
+    with hooked(tmp_path / "run", include_regex="unused_output") as hook:
+        hook.register_module(model)
+        train(model, 2)
+    assert read(tmp_path / "run").troubles() == {}

@@ -177,7 +177,7 @@ class JournalReader:
         return Trouble(f"journal record {self._ordinal} {what}; left out", -1, time.time())
 
     def _open_first(self) -> bool:
-        """The newest file that begins at or before `start`."""
+        """The file that begins closest before `start`, or at it."""
         indices = sorted(
             int(found[1])
             for place in self._spool.places
@@ -192,7 +192,9 @@ class JournalReader:
             return False
         # None begins early enough only if files were lost; what is left is still worth reading.
         early = [index for index, first in self._firsts.items() if first <= self._start]
-        return self._open(max(early, default=min(self._firsts)))
+        # The last file may lack its ordinal, if its header was being written: it says 0 then.
+        early.sort(key=lambda index: (self._firsts[index], -index))
+        return self._open(early[-1] if early else min(self._firsts))
 
     def _first_of(self, index: int) -> int | None:
         try:

@@ -241,6 +241,16 @@ def test_a_file_without_header_is_none_yet(spool: Spool) -> None:
     assert JournalReader(spool).read() == []
 
 
+@pytest.mark.parametrize("start", [0, 2])
+def test_a_file_whose_header_was_cut_hides_nothing(spool: Spool, start: int) -> None:
+    writer = JournalWriter(spool)
+    for step in range(4):
+        append(writer, close(step))
+    (spool.path / "journal-000001").write_bytes(b"smdjrnl1" + bytes(1000))
+    pieces = JournalReader(spool, start).read()
+    assert [piece.ordinal for piece in pieces] == list(range(start, 4))
+
+
 def test_without_room_in_memory_the_file_goes_to_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

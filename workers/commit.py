@@ -4,6 +4,13 @@ The manifest is the commit point. Batches may be put side by side, their manifes
 the other, and a batch is acknowledged in the ledger after its manifest. So whenever the uploader
 is killed, the store holds the manifests of batches 0..n and perhaps objects that no manifest
 names; the next uploader asks the store (`resume_point`), removes those, and goes on behind n.
+
+The last manifest that a killed uploader sent may arrive late: while its successor works. Which it can
+be is known, n + 1: an uploader sends one after the answer to the one before. So
+
+- segments of n + 1 are left alone until the successor's own manifest n + 1 is in the store;
+- if the late one is there first, it counts, and the successor starts over behind it (`Overtaken`);
+- where a server ignores conditions, it may replace the successor's: `confirm` puts that back.
 """
 
 from __future__ import annotations
@@ -11,12 +18,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
-from smdist.errors import ObjectExists, StoreForbidden
+from smdist.errors import ObjectExists, ObjectNotFound, StoreError, StoreForbidden
 from smdist.identity import worker_name
 from smdist.manifest import RankManifest, RankState, Session, layout_key, manifest_key, segment_key
 from smdist.pipeline.attached import attach, attachable
@@ -25,10 +32,15 @@ from smdist.workers.batch import Batch
 from smdist.workers.ledger import Ledger
 from smdist.workers.patience import Conflict, Patience
 
-__all__ = ["Committer", "Ending", "HasParts", "ResumePoint", "resume_point"]
+__all__ = ["Committer", "Ending", "HasParts", "Overtaken", "ResumePoint", "resume_point"]
 
 
 _CLOSE_S = 5.0
+_SUFFIX = ".safetensors"
+
+
+class Overtaken(Conflict):
+    """A manifest that our predecessor sent has arrived. It counts: go on behind it."""
 
 
 class Ending(NamedTuple):
@@ -66,17 +78,20 @@ async def resume_point(store: Store, session: Session) -> ResumePoint:
         )
     else:
         point = ResumePoint(last.seq + 1, last.upto, last)
-    await _sweep(store, worker, attempt, point.seq)
+    await _sweep(store, worker, attempt, point)
     return point
 
 
-async def _sweep(store: Store, worker: str, attempt: int, seq: int) -> None:
-    """Remove segments that no manifest came to name, and uploads that were never completed."""
-    prefix = f"segments/{worker}/{attempt:06d}-"
+async def _sweep(store: Store, worker: str, attempt: int, point: ResumePoint) -> None:
+    """Remove segments that no manifest can name any more, and uploads that were never completed."""
+    named = {entry.segment for entry in point.last.steps} if point.last is not None else set()
+    first = segment_key(worker, attempt, max(point.seq - 1, 0), "")
+    kept = segment_key(worker, attempt, point.seq, "").removesuffix(_SUFFIX)
     # Credentials may allow to write and not to remove: then it stays, and harms nobody.
     with contextlib.suppress(StoreForbidden):
-        for key in await store.list(prefix, after=segment_key(worker, attempt, seq, "")):
-            await store.delete(key)
+        for key in await store.list(f"segments/{worker}/{attempt:06d}-", after=first):
+            if key not in named and not key.startswith(kept):
+                await store.delete(key)
     if isinstance(store, HasUploads):
         # Segments mostly; a long manifest and the summary of a long session come in parts too.
         for folder in ("segments", "manifests", "summaries"):
@@ -108,18 +123,23 @@ class Committer:
         session: Session,
         ledger: Ledger,
         patience: Patience,
-        seq: int,
+        start: ResumePoint,
         attach_bytes: int = 0,
         note: Callable[[RankManifest], None] = lambda _manifest: None,
+        *,
+        succeeds: bool = False,
     ) -> None:
-        """`note` is told each manifest once it is in the store."""
+        """`note` is told each manifest once it is in the store. `succeeds`: somebody was before us."""
         self._note = note
+        self._start, self._succeeds = start, succeeds
+        self._endangered = [start.last] if succeeds and start.last is not None else []
+        self._own: set[str] = set()  # segments
         self.store, self._session = store, session
         self._attach_bytes = attach_bytes
         self.last_commit_at = float("-inf")  # monotonic
         self._ledger, self._patience = ledger, patience
         self._worker = worker_name(session.rank)
-        self.seq = seq
+        self.seq = start.seq
         self._layouts: set[str] = set()  # in the store, or on their way in an earlier batch
         self._tasks: list[asyncio.Task[Batch]] = []
         self.bytes_in_flight = 0
@@ -133,6 +153,7 @@ class Committer:
         assert batch.seq == self.seq
         self.seq += 1
         self.bytes_in_flight += batch.news.nbytes
+        self._own.add(batch.segment.key)
         layouts = {k: v for k, v in batch.segment.layouts.items() if k not in self._layouts}
         self._layouts.update(layouts)
         objects = [(layout_key(key), layout.to_json()) for key, layout in layouts.items()]
@@ -187,7 +208,46 @@ class Committer:
         self._ledger.add_stored(batch.segment.nbytes, closed)
         self._ledger.acked = batch.news.upto
         self.last_commit_at = time.monotonic()
+        if self._succeeds:
+            await self._settle(manifest)
         return batch
+
+    async def _settle(self, manifest: RankManifest) -> None:
+        """Our own manifest is in the place of one that may still arrive: that one names nothing now."""
+        since_start = manifest.seq - self._start.seq
+        if since_start == 0:
+            self._endangered.append(manifest)
+            await self._remove_others()
+        elif since_start == 1:
+            await self._restore()
+
+    async def confirm(self) -> None:
+        """Before the end: what a late request of a predecessor may have replaced is what we put."""
+        if self._succeeds:
+            await self._patience.insist("reading the store", self._restore)
+            await self._remove_others()
+
+    async def _restore(self) -> None:
+        for manifest in self._endangered:
+            key = manifest_key(self._worker, manifest.attempt, manifest.seq)
+            try:
+                found = msgspec.json.decode(await self.store.get(key), type=RankManifest)
+            except (ObjectNotFound, msgspec.DecodeError):
+                found = None
+            if found != manifest:
+                await self.store.put(key, (msgspec.json.encode(manifest),))
+
+    async def _remove_others(self) -> None:
+        """Every manifest from our first on is ours: no other segment there belongs to anything."""
+        attempt, first = self._session.attempt, self._start.seq
+        with contextlib.suppress(StoreError):  # it harms nobody
+            for key in await self._segments_from(attempt, first):
+                if key not in self._own:
+                    await self.store.delete(key)
+
+    async def _segments_from(self, attempt: int, seq: int) -> Sequence[str]:
+        after = segment_key(self._worker, attempt, seq, "")
+        return await self.store.list(f"segments/{self._worker}/{attempt:06d}-", after=after)
 
     async def _put(self, key: str, data: tuple[Buffer, ...]) -> None:
         await self._patience.insist("writing to the store", lambda: self.store.put(key, data))
@@ -201,12 +261,19 @@ class Committer:
                 await self.store.put(key, (data,), if_absent=True)
             except ObjectExists as error:
                 # Ours, if the answer to an earlier try was lost.
-                if await self.store.get(key) != data:
-                    raise Conflict(
-                        f"{key} in {self.store.url} was written by another process"
-                    ) from error
+                found = await self.store.get(key)
+                if found != data:
+                    raise self._not_ours(key, found) from error
 
         await self._patience.insist("writing to the store", put)
+
+    def _not_ours(self, key: str, found: bytes) -> Conflict:
+        text = f"{key} in {self.store.url} was written by another process"
+        with contextlib.suppress(msgspec.DecodeError):
+            manifest = msgspec.json.decode(found, type=RankManifest)
+            if manifest.session == self._session.session and self._succeeds:
+                return Overtaken(text)
+        return Conflict(text)
 
     def _manifest(self, batch: Batch, ending: Ending) -> RankManifest:
         session, news = self._session, batch.news

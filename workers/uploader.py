@@ -34,7 +34,14 @@ from smdist.record import Piece
 from smdist.storage import open_store
 from smdist.storage.base import Store
 from smdist.workers.batch import Arenas, Batch, nothing, prepare, without
-from smdist.workers.commit import Committer, Ending, HasParts, ResumePoint, resume_point
+from smdist.workers.commit import (
+    Committer,
+    Ending,
+    HasParts,
+    Overtaken,
+    ResumePoint,
+    resume_point,
+)
 from smdist.workers.intake import Intake
 from smdist.workers.journal import JournalReader
 from smdist.workers.ledger import Ledger
@@ -67,18 +74,22 @@ class Uploader:
     ) -> None:
         """`progress` is told of every batch that was committed."""
         self._spool, self._info, self._options = spool, spool.info, spool.info.upload
-        self._progress = progress
-        self._ledger = Ledger(spool.path / "ledger")
-        self._intake = Intake(spool.info)
-        self._arenas = Arenas(spool)
-        self._patience = Patience(self._ledger, say, self._pending_bytes)
+        self._say, self._progress = say, progress
+        self.hurries = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        """A life: everything that is known of the store is still to be learnt."""
+        self._ledger = Ledger(self._spool.path / "ledger")
+        self._intake = Intake(self._info)
+        self._arenas = Arenas(self._spool)
+        self._patience = Patience(self._ledger, self._say, self._pending_bytes)
         self._wake = asyncio.Event()
         self._gone = asyncio.Event()  # the training process
         self._stopping = asyncio.Event()
-        self.hurries = 0
         self._life = secrets.token_hex(4)
         self._committer: Committer | None = None
-        self._summary = Summary(spool.info.session)
+        self._summary = Summary(self._info.session)
 
     def hurry(self) -> None:
         """Write everything out now and from now on. Asked again: stop, stored or not."""
@@ -93,8 +104,18 @@ class Uploader:
         GaveUp when the store refused, or said nothing, for the whole of the deadline; Conflict when
         it is not ours.
         """
+        while True:
+            try:
+                return await self._live(trainer_gone)
+            except Overtaken:  # noqa: PERF203
+                self._begin()
+                if self.hurries > 1:
+                    self._patience.stop()
+
+    async def _live(self, trainer_gone: bool) -> Ending:
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self._ledger.close)
+            succeeds = self._ledger.uploader_pid != 0
             self._ledger.uploader_pid = os.getpid()
             if trainer_gone:
                 self._gone.set()
@@ -109,7 +130,9 @@ class Uploader:
             )
             if start.last is None or start.last.state == "active":
                 self._in_background(stack, self._beat(store))
-                ending = await self._upload(store, start, stack)
+                committer = self._make_committer(store, start, succeeds=succeeds)
+                ending = await self._upload(committer, start, stack)
+                await committer.confirm()
             else:
                 self._catch_up(start)
                 ending = Ending(start.last.state, start.last.reason)
@@ -121,22 +144,30 @@ class Uploader:
         opening = functools.partial(open_store, self._info.out_dir, deadline_s=_DEADLINE_S)
         return await asyncio.to_thread(opening)
 
+    def _make_committer(self, store: Store, start: ResumePoint, *, succeeds: bool) -> Committer:
+        self._committer = Committer(
+            store,
+            self._info.session,
+            self._ledger,
+            self._patience,
+            start,
+            self._options.attach_bytes,
+            self._summary.note,
+            succeeds=succeeds,
+        )
+        return self._committer
+
     async def _upload(
-        self, store: Store, start: ResumePoint, stack: contextlib.AsyncExitStack
+        self, committer: Committer, start: ResumePoint, stack: contextlib.AsyncExitStack
     ) -> Ending:
         self._catch_up(start)
-        ledger, upto = self._ledger, self._ledger.acked
+        upto = self._ledger.acked
         journal = JournalReader(self._spool, upto)
         stack.callback(journal.close)
         doorbell = Doorbell(self._spool)
         stack.callback(doorbell.close)
         stack.callback(self._arenas.close)
-        session, attach_bytes = self._info.session, self._options.attach_bytes
-        committer = Committer(
-            store, session, ledger, self._patience, start.seq, attach_bytes, self._summary.note
-        )
         stack.push_async_callback(committer.close)
-        self._committer = committer
         return await self._loop(journal, doorbell, committer, upto)
 
     def _catch_up(self, start: ResumePoint) -> None:

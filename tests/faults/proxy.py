@@ -26,6 +26,7 @@ __all__ = [
     "Fault",
     "FaultProxy",
     "HalfOpen",
+    "Hold",
     "Latency",
     "Reset",
     "Rule",
@@ -65,6 +66,19 @@ class HalfOpen:
 
 
 @dataclass(frozen=True)
+class Hold:
+    """The request is late: it reaches the server once it is let go, whoever sent it lives or not."""
+
+    go: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def let_go(self) -> None:
+        """Returns when the server has acted."""
+        self.go.set()
+        assert self.done.wait(60), "the server did not answer"
+
+
+@dataclass(frozen=True)
 class Slow:
     """The answer's body comes slowly."""
 
@@ -78,7 +92,7 @@ class Cut:
     after_bytes: int
 
 
-Fault = Union[Latency, Answer, Reset, HalfOpen, Slow, Cut]  # noqa: UP007 (3.10)
+Fault = Union[Latency, Answer, Reset, HalfOpen, Hold, Slow, Cut]  # noqa: UP007 (3.10)
 
 
 @dataclass
@@ -241,7 +255,11 @@ class FaultProxy:
             writer.write(_error(fault, close=False))
             await writer.drain()
             return
+        while isinstance(fault, Hold) and not fault.go.is_set():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)  # it is set by another thread
         head, answer = await self._forward(request, body)
+        if isinstance(fault, Hold):
+            fault.done.set()
         if isinstance(fault, Reset):
             _reset(writer)
         writer.write(head)

@@ -10,13 +10,20 @@ import msgspec
 import pytest
 
 from smdist.errors import ObjectExists, StoreError
-from smdist.manifest import RankManifest, Session, manifest_key, segment_key, summary_key
+from smdist.manifest import (
+    RankManifest,
+    Session,
+    StepEntry,
+    manifest_key,
+    segment_key,
+    summary_key,
+)
 from smdist.pipeline.fold import Fold
 from smdist.pipeline.segment import Segment
 from smdist.record import Describe
 from smdist.storage import Buffer, MemoryStore
 from smdist.workers.batch import Batch, nothing
-from smdist.workers.commit import Committer, Ending, resume_point
+from smdist.workers.commit import Committer, Ending, ResumePoint, resume_point
 from smdist.workers.ledger import Ledger
 from smdist.workers.patience import Conflict, Patience
 
@@ -61,7 +68,8 @@ def manifest(seq: int, upto: int, session: str = "mine") -> bytes:
 
 
 def committer(store: Watched, ledger: Ledger) -> Committer:
-    return Committer(store, SESSION, ledger, Patience(ledger, lambda _text: None, lambda: 0), 0)
+    patience = Patience(ledger, lambda _text: None, lambda: 0)
+    return Committer(store, SESSION, ledger, patience, ResumePoint(0, 0, None))
 
 
 async def turn_until(condition: Callable[[], bool]) -> None:
@@ -175,14 +183,21 @@ def test_it_goes_on_behind_the_newest_manifest_of_this_attempt() -> None:
     assert resume(store) == (11, 60)
 
 
-def test_segments_that_no_manifest_names_are_removed() -> None:
-    keys = [segment_key("worker_0", 0, seq, "0") for seq in range(4)]
+def naming(seq: int, upto: int, segment: str) -> bytes:
+    steps = (StepEntry(1, 0, 0, 0, True, "layout", segment, 0, 0.0, 0.0),)
+    made = RankManifest("mine", 0, 1, 0, "all", seq, 0, upto, "active", 0.0, steps)
+    return msgspec.json.encode(made)
+
+
+def test_segments_that_no_manifest_can_come_to_name_are_removed() -> None:
+    keys = [segment_key("worker_0", 0, seq, life) for seq in range(5) for life in "ab"]
     others = [segment_key("worker_0", 1, 3, "0"), segment_key("worker_1", 0, 3, "0")]
-    store = fill(
-        {manifest_key("worker_0", 0, 1): manifest(1, 50), **dict.fromkeys(keys + others, b"x")}
-    )
+    last = {manifest_key("worker_0", 0, 1): naming(1, 50, keys[3])}
+    store = fill({**last, **dict.fromkeys(keys + others, b"x")})
     assert resume(store) == (2, 50)
-    assert list(asyncio.run(store.list("segments/"))) == sorted(keys[:2] + others)
+    # Of 1 what its manifest names. Of 2 all: a manifest that names one may be on its way.
+    left = [*keys[:2], keys[3], *keys[4:6]]
+    assert list(asyncio.run(store.list("segments/"))) == sorted(left + others)
 
 
 def test_uploads_of_whatever_can_be_large_are_swept() -> None:

@@ -43,9 +43,10 @@ class BaseHook(HookParts[T]):
         collection_type: type[Collection],
         where: Whereabouts,
         close_timeout_s: float,
+        silent: bool = False,
     ) -> None:
         self._close_timeout_s = close_timeout_s
-        self._put_together(config, reading, collection_type, where)
+        self._put_together(config, reading, collection_type, where, silent)
         if not self._active:
             return
         self._outlet.check()

@@ -101,9 +101,15 @@ class Hook(BaseHook[Value]):
 
     hook_from_config = create_from_json_file
 
-    def _build(self, config: HookConfig, where: Whereabouts, close_timeout_s: float) -> None:
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What is loaded elsewhere (a checkpoint of a model with the hook as an attribute) is silent.
+        return _silent, (type(self), self.out_dir)
+
+    def _build(
+        self, config: HookConfig, where: Whereabouts, close_timeout_s: float, silent: bool = False
+    ) -> None:
         reading: Reading[Value] = Reading(TorchHost(), describe, _value, _copy)
-        self._set_up(config, reading, Collection, where, close_timeout_s)
+        self._set_up(config, reading, Collection, where, close_timeout_s, silent)
         self._recording = Recording(
             self._clock,
             self._planner,
@@ -169,6 +175,13 @@ class Hook(BaseHook[Value]):
 
     def _uninstall(self) -> None:
         self._recording.uninstall()
+
+
+def _silent(kind: type[Hook], out_dir: str) -> Hook:
+    hook = kind.__new__(kind)
+    config = HookConfig.from_arguments(PYTORCH, out_dir=out_dir)
+    hook._build(config, Whereabouts(), CLOSE_TIMEOUT_S, silent=True)
+    return hook
 
 
 def _value(given: object) -> Value:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import io
 import json
 import logging
 import os
-import pickle
 import subprocess
 import sys
 import warnings
@@ -66,26 +63,6 @@ def test_close_leaves_everything_as_it_was(tmp_path: Path, step_on: Any) -> None
     trial = read(tmp_path / "run")
     assert trial.loaded_all_steps
     assert not trial.has_tensor("scalar/late")
-
-
-def test_copies_and_pickles_of_a_model_are_free_of_the_hook(tmp_path: Path) -> None:
-    net = Net()
-    with hooked(tmp_path / "run", save_all=True) as hook:
-        hook.register_module(net)
-        loss = net(torch.randn(1, 4)).sum()  # in the middle of a recorded step
-        buffer = io.BytesIO()
-        torch.save(net, buffer)
-        buffer.seek(0)
-        clones = [
-            copy.deepcopy(net),
-            pickle.loads(pickle.dumps(net)),
-            torch.load(buffer, weights_only=False),
-        ]
-        loss.backward()
-        for clone in clones:
-            clone(torch.randn(1, 4)).sum().backward()
-        assert hook.global_step == 0
-    assert read(tmp_path / "run").steps() == [0]
 
 
 def test_nothing_happens_when_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,8 +149,12 @@ class Collection(Observable):
             self._patterns = tuple(map(compile_regex, given))
         self.changed()
 
-    def include(self, regex: Any) -> None:
-        """Add a regular expression, or a list of them; text is one expression, commas and all."""
+    def include(self, regex: Any = None, *, t: Any = None) -> None:
+        """Add a regular expression, or a list of them; text is one expression, commas and all.
+
+        `t` is what older scripts call `regex`.
+        """
+        regex = t if regex is None else regex
         with located(f"collection {self._name!r}"):
             added = tuple(map(compile_regex, texts("include_regex", regex)))
         self._patterns += added

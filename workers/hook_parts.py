@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
-from typing import Generic, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-from smdist.collection import Collection
-from smdist.config import HookConfig
+from typing_extensions import Self
+
+from smdist.collection import Collection, CollectionKeys
+from smdist.config import CollectionManager, HookConfig
 from smdist.identity import ModeKeys, worker_name
 from smdist.planning import Planner
+from smdist.reduction import ReductionConfig
+from smdist.schedule import SaveConfig
 from smdist.workers import lifecycle
 from smdist.workers.capture import Usage
 from smdist.workers.mishaps import Mishaps
@@ -21,6 +26,27 @@ __all__ = ["HookParts"]
 
 T = TypeVar("T")
 
+_REGISTER = "call hook.register_module(module) instead"
+_PROFILING = "smdist does not profile; torch.profiler does"
+# What hooks of the ancestor have and ours have not, and what to do about it.
+_ABSENT: Final[Mapping[str, str]] = {
+    "backward_hook": _REGISTER,
+    "bhook": _REGISTER,
+    "fhook": _REGISTER,
+    "forward_hook": _REGISTER,
+    "forward_pre_hook": _REGISTER,
+    "export_collections": "they are stored by themselves, see trial.collections()",
+    "last_saved_step": "steps are stored while training goes on, see hook.usage() and trial.steps()",
+    "log_outstanding_backward_stats_and_reset": _PROFILING,
+    "log_outstanding_forward_stats_and_reset": _PROFILING,
+    "log_outstanding_timeline_metrics": _PROFILING,
+    "log_trace_event": _PROFILING,
+    "record_trace_events": _PROFILING,
+    "reset_backward_module_profile_stats": _PROFILING,
+    "reset_forward_module_profile_stats": _PROFILING,
+    "should_save_dataloader_metrics": _PROFILING,
+}
+
 
 class HookParts(Generic[T]):
     def _put_together(
@@ -29,10 +55,13 @@ class HookParts(Generic[T]):
         reading: Reading[T],
         collection_type: type[Collection],
         where: Whereabouts,
+        silent: bool,
     ) -> None:
         self._config = config
         self._log = logging.getLogger("smdist")
-        self._active = lifecycle.enabled()  # False once nothing will be saved any more
+        self._active = (
+            lifecycle.enabled() and not silent
+        )  # False once nothing will be saved any more
         self._described = False
         self._manager = config.build_manager(collection_type)
         self._planner = Planner(config, self._manager)
@@ -47,6 +76,14 @@ class HookParts(Generic[T]):
     def _sink(self) -> Sink[T] | None:
         raise NotImplementedError
 
+    # A model that has the hook as an attribute may be copied (an average of its weights, a snapshot);
+    # there is one hook in a process all the same.
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
     # -- collections --------------------------------------------------------------------------
 
     def get_collection(self, name: str, create: bool = True) -> Collection:
@@ -59,7 +96,70 @@ class HookParts(Generic[T]):
     def add_collection(self, collection: Collection | str) -> None:
         self._manager.add(collection)
 
+    @property
+    def collection_manager(self) -> CollectionManager:
+        return self._manager
+
+    # -- as it was configured -----------------------------------------------------------------
+
+    @property
+    def save_config(self) -> SaveConfig:
+        return self._config.save_config
+
+    @property
+    def reduction_config(self) -> ReductionConfig:
+        return self._config.reduction_config
+
+    @property
+    def include_collections(self) -> tuple[str, ...]:
+        """The collections that are saved, those that always are among them."""
+        return self._config.active_collections
+
+    @property
+    def include_regex(self) -> tuple[str, ...]:
+        return self._config.include_regex
+
+    @property
+    def save_all(self) -> bool:
+        return self._config.save_all
+
+    @property
+    def dry_run(self) -> bool:
+        return self._config.dry_run
+
+    @property
+    def tensorboard_dir(self) -> str | None:
+        return self._config.tensorboard_dir
+
+    def has_default_hook_configuration(
+        self, default_saved_collections: Iterable[str] | None = None
+    ) -> bool:
+        """Is nothing saved but the given collections, or those that always are?"""
+        always = self._config.framework.always
+        given = always if default_saved_collections is None else default_saved_collections
+        return set(self._planner.active()) == set(given)
+
+    def has_default_configuration(self) -> bool:
+        return self.has_default_hook_configuration()
+
     # -- questions ----------------------------------------------------------------------------
+
+    def should_save_tensor_or_collection(self, tensor_name: str, collection_name: str) -> bool:
+        """Is a tensor of that name saved in the current step, because of that collection or another?
+
+        A gradient may be asked for by the name of its parameter. False before the first step.
+        """
+        mode, step = self._clock.mode, self._clock.mode_steps[self._clock.mode]
+        if step < 0 or not self._active:
+            return False
+        plan = self._planner.at(mode, step)
+        names = [tensor_name]
+        if collection_name == CollectionKeys.GRADIENTS:
+            names.append(f"gradient/{tensor_name}")
+        if any(plan.wants(name) is not None for name in names):
+            return True
+        # Tensors are put into it by hand: it says nothing of their names.
+        return collection_name in plan.due and self._manager.get(collection_name).selects_nothing
 
     @property
     def out_dir(self) -> str:
@@ -82,6 +182,17 @@ class HookParts(Generic[T]):
     @property
     def global_step(self) -> int:
         return self._clock.step
+
+    @property
+    def logger(self) -> logging.Logger:
+        return self._log
+
+    if not TYPE_CHECKING:  # else a type checker would let any misspelt name pass
+
+        def __getattr__(self, name: str) -> object:
+            remedy = f"; {_ABSENT[name]}" if name in _ABSENT else ""
+            kind = type(self).__name__
+            raise AttributeError(f"{kind!r} object has no attribute {name!r}{remedy}")
 
     @property
     def errors(self) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from torch import nn
 
 from smdist.collection import Collection as NeutralCollection
@@ -19,3 +22,13 @@ class Collection(NeutralCollection):
         before or after this call.
         """
         self.request(module, inputs, outputs)
+
+    @property
+    def modules(self) -> Mapping[nn.Module, tuple[bool, bool]]:
+        """The modules asked for: whether their inputs, whether their outputs."""
+        asked = {
+            request.target: (request.inputs, request.outputs)
+            for request in self.requests
+            if isinstance(request.target, nn.Module)
+        }
+        return MappingProxyType(asked)

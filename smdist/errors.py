@@ -97,15 +97,25 @@ class UnknownKey(ConfigurationError):
 
 
 class InvalidCollectionConfiguration(ConfigurationError):
-    def __init__(self, name: str) -> None:
-        self.name = self.c_name = name
-        super().__init__(name)
+    """`included`: it is one of those to be saved; `known`: names that it may have been meant for."""
+
+    def __init__(self, c_name: str, included: bool = True, known: Iterable[str] = ()) -> None:
+        self.name = self.c_name = c_name
+        self.included, self.known = included, tuple(sorted(known))
+        super().__init__(c_name, included, self.known)
 
     def __str__(self) -> str:
+        near = get_close_matches(self.name, self.known, n=1)
+        hint = f"did you mean {near[0]!r}? Else " if near else ""
+        include = f"call hook.get_collection({self.name!r}).include(regex)"
+        remedy = (
+            f"{include} or drop it from include_collections"
+            if self.included
+            else f"{include} and name it in include_collections, or do not create it"
+        )
         return (
             f"collection {self.name!r} can match no tensor: it has neither include_regex nor "
-            f"tensor_names; call hook.get_collection({self.name!r}).include(regex) or drop it "
-            "from include_collections"
+            f"tensor_names; {hint}{remedy}"
         )
 
 
@@ -149,7 +159,8 @@ class StoreError(SmdistError):
         super().__init__(url, key, operation, detail)
 
     def __str__(self) -> str:
-        text = f"{self.operation} {self.key!r} in {self.url}"
+        what = f"{self.operation} {self.key!r}" if self.key else self.operation
+        text = f"{what} in {self.url}"
         return f"{text}: {self.detail}" if self.detail else text
 
 

@@ -118,11 +118,14 @@ class Planner:
         nothing. The first `next_due` does it too.
         """
         collections = self._manager.get_collections()
-        for name in (*collections, *self._config.active_collections):
+        included = self._config.active_collections
+        for name in (*collections, *included):
             if name in _KNOWN_NAMES or self._manager.is_manual(name):
                 continue
             if name not in collections or collections[name].selects_nothing:
-                raise InvalidCollectionConfiguration(name)
+                raise InvalidCollectionConfiguration(
+                    name, name in included, _KNOWN_NAMES | collections.keys() - {name}
+                )
         self._validated = True
 
     def active(self) -> dict[str, Collection]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -143,9 +144,21 @@ def test_custom_collection_that_selects_nothing_is_an_error_at_the_first_step() 
             planner.next_due(TRAIN, 0)
         manager.get("mine").include("x")
         assert planner.next_due(TRAIN, 0) == 0
+
+
+def test_the_remedy_for_a_collection_that_selects_nothing_fits() -> None:
     missing, _ = plan_for(include_collections=["wieghts"])
-    with pytest.raises(InvalidCollectionConfiguration, match="wieghts"):
+    with pytest.raises(InvalidCollectionConfiguration, match="did you mean 'weights'") as caught:
         missing.prepare()
+    assert "drop it from include_collections" in str(caught.value)
+    created, manager = plan_for()
+    manager.get("my_own")
+    with pytest.raises(InvalidCollectionConfiguration) as caught:
+        created.prepare()
+    assert "drop it from" not in str(caught.value)
+    assert "name it in include_collections, or do not create it" in str(caught.value)
+    assert "did you mean" not in str(caught.value)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 def test_collections_of_other_frameworks_are_idle_not_wrong() -> None:

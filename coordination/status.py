@@ -8,8 +8,14 @@ import msgspec
 
 __all__ = ["AttemptLine", "RankLine", "RunState", "RunStatus", "StepReport", "StepStanding"]
 
-RunState = Literal["waiting", "opening", "watching", "finished", "superseded", "stopped", "failed"]
-"""Of the coordinator's work on a run, not of the job. "waiting": there is no run yet."""
+RunState = Literal[
+    "waiting", "opening", "watching", "finished", "refused", "superseded", "stopped", "failed"
+]
+"""Of the coordinator's work on a run, not of the job.
+
+"waiting": there is no run yet, or it cannot be read. "refused": another coordinator has it; tried
+again when its lease may have ended. "superseded": another one has taken over.
+"""
 
 StepStanding = Literal["complete", "partial", "pending", "not saved"]
 """`partial`: a rank is missing of which nothing more is expected. `pending`: it may still come."""

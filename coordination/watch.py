@@ -1,94 +1,46 @@
-"""One run, watched: new facts are read and folded, snapshots written, questions answered.
+"""Many runs, watched: those at or below a place, as they appear.
 
-Used on one event loop, in this order: `open` once, `turn` again and again (or `run`, which does
-it), `close` last. Questions (`status`, `missing`, ...) may be asked at any time between. Nothing
-here is needed to read a run: whoever is killed at any moment is replaced by another one, which
-goes on from the newest snapshot, or from nothing.
+A coordinator makes one `Watch` and runs it on its event loop; `Watcher` does the work for a run.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from smdist.coordination.inbox import Hint, Inbox
 from smdist.coordination.membership import PATIENCE, Patience
-from smdist.coordination.status import RunState, RunStatus, StepReport
-from smdist.identity import ModeKeys
+from smdist.coordination.status import RunStatus
+from smdist.coordination.watcher import Watcher
+from smdist.errors import (
+    AlreadyCoordinated,
+    NoSuchRun,
+    ObjectNotFound,
+    SmdistError,
+    Superseded,
+)
+from smdist.manifest import RUN_KEY
+from smdist.storage import open_store
 from smdist.storage.base import Store
+from smdist.storage.below import Below, folders
 
 __all__ = ["Watch", "Watcher"]
 
-GLOBAL = ModeKeys.GLOBAL
+_REQUEST_S = 10.0
+_SCAN_S = 10.0  # between two looks for more runs, once there are some
+_DEPTH = 3  # folders below the place in which a run is looked for
+_RETRY_S = 5.0
+_AGAIN_S = 60.0  # between two looks whether a finished run was resumed
+_OWN = {"collections", "heartbeats", "layouts", "manifests", "merged", "segments", "sessions"}
 
 
-class Watcher:
-    def __init__(
-        self,
-        url: str,
-        *,
-        store: Store | None = None,
-        interval_s: float = 1.0,
-        patience: Patience = PATIENCE,
-        now: Callable[[], float] = time.time,
-        writer: str | None = None,
-        take_over: bool = False,
-    ) -> None:
-        """`writer` names who may come back: a restart under the same name waits for no lease.
-
-        Give an actor's id, which outlives its process; left out, every watcher is a stranger.
-        """
-        raise NotImplementedError
-
-    async def open(self) -> None:
-        """NoSuchRun: call again later. AlreadyCoordinated: another one holds the lease."""
-        raise NotImplementedError
-
-    async def turn(self) -> bool:
-        """One look: read what is new, fold it, write a snapshot if one is due; whether one was.
-
-        Never raises for what a store does. Superseded: this watcher writes no more.
-        """
-        raise NotImplementedError
-
-    async def run(self, stop: asyncio.Event) -> None:
-        """Turns until stopped, superseded (raises), or the run is finished and that is written."""
-        raise NotImplementedError
-
-    def hint(self, worker: str, attempt: int, seq: int) -> None:
-        """That manifest is said to be there: look at the rank now."""
-        raise NotImplementedError
-
-    def status(self) -> RunStatus:
-        raise NotImplementedError
-
-    @property
-    def state(self) -> RunState:
-        raise NotImplementedError
-
-    def latest_complete_step(self, mode: ModeKeys = GLOBAL) -> int:
-        """-1 when there is none."""
-        raise NotImplementedError
-
-    def missing(self, step: int, mode: ModeKeys = GLOBAL) -> dict[int, str]:
-        """Rank -> reason; empty when complete. StepUnavailable, StepNotYetAvailable."""
-        raise NotImplementedError
-
-    def step(self, step: int, mode: ModeKeys = GLOBAL) -> StepReport:
-        raise NotImplementedError
-
-    async def wait_for_step(
-        self, step: int, mode: ModeKeys = GLOBAL, timeout_s: float = 60.0
-    ) -> StepReport:
-        """How the step stands once nothing more of it is expected: complete, partial, not saved.
-
-        WaitTimeout names who is missing.
-        """
-        raise NotImplementedError
-
-    async def close(self) -> None:
-        """Hand back the lease. What was folded and not written yet is read again by the next."""
-        raise NotImplementedError
+@dataclass
+class _Entry:
+    watcher: Watcher
+    task: asyncio.Task[None] | None = None
 
 
 class Watch:
@@ -104,23 +56,161 @@ class Watch:
         now: Callable[[], float] = time.time,
         writer: str | None = None,
         take_over: bool = False,
+        lease_s: float = 30.0,
+        inbox_host: str | None = None,
     ) -> None:
-        raise NotImplementedError
+        """`inbox_host`: how uploaders reach this machine; None: they are not asked to."""
+        self.url, self._own = url, store is None
+        self._store = store if store is not None else open_store(url, deadline_s=_REQUEST_S)
+        self._interval_s, self._patience, self._now = interval_s, patience, now
+        self._writer, self._take_over, self._lease_s = writer, take_over, lease_s
+        self._inbox = Inbox(self._hint, host=inbox_host) if inbox_host else None
+        self._receiving = False
+        self._entries: dict[str, _Entry] = {}  # by name below the place, "" for the place itself
+        self.trouble = ""
+
+    # -- running ---------------------------------------------------------------------------------
 
     async def run(self, stop: asyncio.Event) -> None:
         """Watch what is there and what comes, until stopped."""
-        raise NotImplementedError
+        await self._open_inbox()
+        while not stop.is_set():
+            pause_s = min(_SCAN_S, 10 * self._interval_s) if self._entries else self._interval_s
+            try:
+                for name in await self._scan():
+                    self._begin(name, stop)
+                self.trouble = ""
+            except (SmdistError, OSError) as error:
+                self.trouble = f"runs cannot be looked for: {error}"
+                pause_s = max(pause_s, _RETRY_S)
+            await _wait(stop, pause_s)
+        tasks = [entry.task for entry in self._entries.values() if entry.task is not None]
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def _open_inbox(self) -> None:
+        if self._inbox is None or self._receiving:
+            return
+        try:
+            await self._inbox.start()
+            self._receiving = True
+        except OSError as error:  # no such address here: runs are followed by asking alone
+            self.trouble = f"no inbox for hints: {error}"
+
+    async def _scan(self) -> list[str]:
+        """Names of runs that were not there before."""
+        if "" in self._entries:
+            return []
+        if await self._is_run(""):
+            return [""]
+        return await self._scan_below("", 1)
+
+    async def _scan_below(self, prefix: str, depth: int) -> list[str]:
+        found: list[str] = []
+        for folder in await folders(self._store, prefix):
+            name = f"{prefix}{folder}"
+            if name in self._entries or folder in _OWN:
+                continue
+            if await self._is_run(f"{name}/"):
+                found.append(name)
+            elif depth < _DEPTH:
+                found += await self._scan_below(f"{name}/", depth + 1)
+        return found
+
+    async def _is_run(self, prefix: str) -> bool:
+        try:
+            await self._store.get(f"{prefix}{RUN_KEY}")
+        except ObjectNotFound:
+            return False
+        return True
+
+    def _begin(self, name: str, stop: asyncio.Event) -> None:
+        entry = self._entries[name] = _Entry(self._make(name))
+        entry.task = asyncio.get_running_loop().create_task(self._attend(entry, name, stop))
+
+    def _make(self, name: str) -> Watcher:
+        store = Below(self._store, name) if name else self._store
+        return Watcher(
+            store.url,
+            store=store,
+            interval_s=self._interval_s,
+            patience=self._patience,
+            now=self._now,
+            writer=self._writer,
+            take_over=self._take_over,
+            lease_s=self._lease_s,
+            inbox=self._inbox.address if self._inbox is not None and self._receiving else None,
+        )
+
+    async def _attend(self, entry: _Entry, name: str, stop: asyncio.Event) -> None:
+        """One run, for as long as we are to watch it."""
+        while not stop.is_set():
+            pause_s = _RETRY_S
+            try:
+                await entry.watcher.open()
+                await entry.watcher.run(stop)
+                pause_s = max(_AGAIN_S, len(self._entries) / 2)
+            except Superseded:
+                return
+            except AlreadyCoordinated as error:
+                entry.watcher.set_aside("refused", str(error))
+                pause_s = min(max(error.free_in_s, 1.0), _RETRY_S)
+            except (SmdistError, OSError) as error:
+                entry.watcher.set_aside("waiting", str(error))
+            except Exception as error:  # noqa: BLE001 - one run must not end the others
+                entry.watcher.set_aside("failed", f"{type(error).__name__}: {error}")
+            await self._until_more(entry, stop, pause_s)
+            if not stop.is_set():
+                await entry.watcher.close()
+                entry.watcher = self._make(name)
+        await entry.watcher.close()
+
+    async def _until_more(self, entry: _Entry, stop: asyncio.Event, pause_s: float) -> None:
+        """Wait; when the run has finished, until it is resumed."""
+        await _wait(stop, pause_s)
+        while entry.watcher.state == "finished" and not stop.is_set():
+            with contextlib.suppress(SmdistError, OSError):
+                if await entry.watcher.resumed():
+                    return
+            await _wait(stop, pause_s)
+
+    async def close(self) -> None:
+        tasks = [entry.task for entry in self._entries.values() if entry.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for entry in self._entries.values():
+            await entry.watcher.close()
+        if self._inbox is not None:
+            await self._inbox.close()
+        if self._own:
+            await self._store.close()
+
+    # -- questions -------------------------------------------------------------------------------
 
     def runs(self) -> dict[str, RunStatus]:
         """By URL."""
-        raise NotImplementedError
+        watchers = [entry.watcher for _, entry in sorted(self._entries.items())]
+        return {watcher.url: watcher.status() for watcher in watchers}
 
     def watcher(self, run: str = "") -> Watcher:
         """The one of a run, by URL, run id or name below the prefix; "" when there is only one.
 
         NoSuchRun.
         """
-        raise NotImplementedError
+        if not run and len(self._entries) == 1:
+            return next(iter(self._entries.values())).watcher
+        for name, entry in self._entries.items():
+            if run and run.rstrip("/") in (name, entry.watcher.url, entry.watcher.run_id):
+                return entry.watcher
+        raise NoSuchRun(run or self.url)
 
-    async def close(self) -> None:
-        raise NotImplementedError
+    def _hint(self, hint: Hint) -> None:
+        for entry in self._entries.values():
+            if entry.watcher.run_id == hint.run_id:
+                entry.watcher.hint(hint.worker, hint.attempt, hint.seq)
+
+
+async def _wait(stop: asyncio.Event, seconds: float) -> None:
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(stop.wait(), seconds)

@@ -75,6 +75,10 @@ class LocalStore:
     async def list(self, prefix: str = "", *, after: str = "") -> Sequence[str]:
         return await _in_thread(lambda _: self._list(prefix, after))
 
+    async def folders(self, prefix: str = "") -> Sequence[str]:
+        """Names of the directories directly under `prefix`."""
+        return await _in_thread(lambda _: self._folders(prefix))
+
     async def delete(self, key: str) -> None:
         path = self._path(key)
         await _in_thread(lambda _: self._delete(key, path))
@@ -199,6 +203,18 @@ class LocalStore:
                     yield from self._walk(key, prefix, after)
             elif key.startswith(prefix) and key > after:
                 yield key
+
+    def _folders(self, prefix: str) -> Sequence[str]:
+        folder = prefix.rstrip("/")
+        if folder:
+            check_key(self._root, folder)
+        try:
+            with os.scandir(os.path.join(self._root, folder)) as found:
+                return sorted(e.name for e in found if e.is_dir() and not e.name.startswith("."))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            self._refuse(error, prefix, "list")
 
     def _delete(self, key: str, path: str) -> None:
         try:

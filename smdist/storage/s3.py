@@ -101,6 +101,10 @@ class S3Store:
     async def delete(self, key: str) -> None:
         await self._named(key, "delete", self._delete(self._name(key)))
 
+    async def folders(self, prefix: str = "") -> Sequence[str]:
+        """Names directly under `prefix` that have keys below them, a request per thousand."""
+        return await self._named(prefix, "list", self._folders(prefix))
+
     async def sweep_uploads(self, prefix: str) -> int:
         """Abort unfinished multipart uploads of keys that begin with `prefix`; how many.
 
@@ -206,6 +210,19 @@ class S3Store:
             token = page.get("NextContinuationToken")
             if not page.get("IsTruncated") or not token:
                 return sorted(found)
+            params["ContinuationToken"] = token
+
+    async def _folders(self, prefix: str) -> Sequence[str]:
+        base = self._location.name(prefix)
+        params = {"Prefix": base, "Delimiter": "/"}
+        found: set[str] = set()
+        while True:
+            page = await self._call("list_objects_v2", params)
+            names = (str(entry["Prefix"]) for entry in page.get("CommonPrefixes", ()))
+            found.update(name[len(base) :].strip("/") for name in names)
+            token = page.get("NextContinuationToken")
+            if not page.get("IsTruncated") or not token:
+                return sorted(name for name in found if name and not name.startswith("."))
             params["ContinuationToken"] = token
 
     async def _delete(self, name: str) -> None:

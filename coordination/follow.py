@@ -1,0 +1,453 @@
+"""Reads what is new in a run from its store, rank by rank, without listing manifests.
+
+A rank's manifests are numbered without gaps, so the next one is asked for by its key: one small
+request, "not found" most of the time when nothing is new. A rank is asked when its next manifest is
+to be expected, by how often it wrote so far; one that is silent is asked less and less often, one
+that has said its last word never again. Who takes part is in the listing of `sessions/`, now and
+then. `hint` makes a rank due at once.
+
+Runs on one event loop; one `poll` at a time. What is found is handed to `take`, one fact at a
+time, and never again. No answer of a store ends it: what fails is tried again, later and later, and
+`troubles` says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+
+from smdist.coordination.merge import Fact, RankView, View
+from smdist.errors import ObjectNotFound, SmdistError
+from smdist.identity import worker_name, worker_rank
+from smdist.layout import Layout
+from smdist.manifest import (
+    Heartbeat,
+    RankManifest,
+    RankSummary,
+    Session,
+    heartbeat_key,
+    layout_key,
+    manifest_key,
+)
+from smdist.pipeline.attached import settle
+from smdist.storage.base import Store
+
+__all__ = ["Follow", "Found", "Rhythm", "Track"]
+
+A = TypeVar("A")
+T = TypeVar("T")
+
+Owner = tuple[int, int]
+"""Attempt and rank."""
+
+_SESSION = re.compile(r"sessions/worker_(\d+)/(\d+)\.json")
+_SUMMARY = re.compile(r"summaries/worker_(\d+)/(\d+)\.json")
+_MOST_WINDOW = 16  # manifests of a rank asked for at once, when it has a backlog
+_MOST_AT_ONCE = 64  # manifests of a rank in one poll: snapshots go on while a backlog is read
+_MOST_SEEK_S = 3600.0
+_MOST_ERRORS = 8  # in a poll, without a success: the store is down, the rest need not try
+
+
+@dataclass(frozen=True)
+class Rhythm:
+    """How often things are asked for, in seconds."""
+
+    interval_s: float = 1.0  # a rank that writes, at the most
+    most_s: float = 30.0  # a silent rank, at the least
+    beat_s: float = 15.0  # the heartbeat of a rank that wrote nothing for that long
+    discover_s: float = 5.0  # the listing of sessions, once the job runs
+    seek_s: float = 60.0  # the manifests of a rank that seems to have a gap
+    young_s: float = 60.0  # how long after a change of ranks more are expected
+
+
+@dataclass
+class Track:
+    """How far the manifests of one rank in one attempt were read."""
+
+    attempt: int
+    rank: int
+    seq: int = 0  # the next one
+    final: bool = False
+    written_at: float = 0.0  # the newest one, by its writer's clock
+    gap_s: float = 0.0  # between two of them, on the average
+    heard_at: float = 0.0  # by our clock
+    beaten_at: float = 0.0  # the newest heartbeat, by its writer's clock
+    seen_at: float = 0.0  # newest sign of life, by its writer's clock
+    due_at: float = 0.0
+    beat_due_at: float = 0.0
+    seek_due_at: float = 0.0
+    seek_s: float = 0.0
+    window: int = 1
+    failures: int = 0
+    hinted: int = -1  # a manifest that is said to be there
+    torn: bool = False  # the next one is there and makes no sense
+    farewell: bool = False  # it is final, and its last heartbeat was read
+
+    @property
+    def worker(self) -> str:
+        return worker_name(self.rank)
+
+    def key(self, seq: int) -> str:
+        return manifest_key(self.worker, self.attempt, seq)
+
+    def took(self, manifest: RankManifest, now: float) -> None:
+        self.seq = manifest.seq + 1
+        if self.written_at:
+            gap = max(0.0, manifest.time - self.written_at)
+            self.gap_s = gap if not self.gap_s else (self.gap_s + gap) / 2
+        self.written_at, self.heard_at = manifest.time, now
+        self.seen_at = max(self.seen_at, manifest.time)
+        self.final = manifest.state != "active"
+        self.torn, self.failures = False, 0
+
+    def expected_at(self, now: float) -> float:
+        """When the next manifest is to be expected; clocks of two machines differ."""
+        return min(max(self.written_at + self.gap_s, now), now + self.gap_s)
+
+    def after_success(self, now: float, rhythm: Rhythm) -> None:
+        self.due_at = max(self.expected_at(now), now + rhythm.interval_s)
+
+    def after_miss(self, now: float, rhythm: Rhythm) -> None:
+        silence = max(now - self.heard_at, self.gap_s)
+        self.window = 1
+        self.due_at = now + min(max(silence / 8, rhythm.interval_s), rhythm.most_s)
+
+    def after_failure(self, now: float, rhythm: Rhythm) -> None:
+        self.failures += 1
+        self.due_at = now + min(rhythm.interval_s * 2.0 ** min(self.failures, 16), rhythm.most_s)
+
+
+@dataclass
+class Found:
+    """What one poll handed on."""
+
+    manifests: int = 0
+    sessions: int = 0
+    beats: int = 0
+    layouts: int = 0
+
+    @property
+    def facts(self) -> int:
+        return self.manifests + self.sessions + self.layouts
+
+
+@dataclass
+class Follow:
+    store: Store
+    take: Callable[[Fact], None]
+    now: Callable[[], float]
+    rhythm: Rhythm = field(default_factory=Rhythm)
+    concurrency: int = 64
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    troubles: dict[str, str] = field(default_factory=dict)  # by key: what cannot be read
+    tracks: dict[Owner, Track] = field(default_factory=dict)
+    hints: int = 0
+    _wanted: dict[str, float] = field(default_factory=dict)  # layouts, and when to ask for them
+    _discover_at: float = 0.0
+    _changed_at: float = 0.0
+    _summaries: bool = True
+    _errors: int = 0
+
+    # -- where it stands -------------------------------------------------------------------------
+
+    def adopt(self, view: View, layouts: Mapping[str, Layout], named: Iterable[str]) -> None:
+        """Go on behind what `view` knows; `named` are the layouts that it names."""
+        now = self.now()
+        self.layouts.update(layouts)
+        self.want(named)
+        for attempt, rank, known in view.ranks():
+            self.tracks[attempt, rank] = _track(attempt, rank, known, now)
+
+    def want(self, digests: Iterable[str]) -> None:
+        for digest in digests:
+            if digest and digest not in self.layouts:
+                self._wanted.setdefault(digest, 0.0)
+
+    def hint(self, worker: str, attempt: int, seq: int) -> None:
+        """That manifest is there. What is known already, or makes no sense, changes nothing."""
+        try:
+            owner = (attempt, worker_rank(worker))
+        except ValueError:
+            return
+        self.hints += 1
+        track = self.tracks.get(owner)
+        if track is None:
+            self._discover_at = 0.0
+        elif not track.final and seq >= track.seq:
+            track.hinted, track.due_at = max(track.hinted, seq), 0.0
+
+    @property
+    def settled(self) -> bool:
+        """Every rank has said its last word, and all that they named was read."""
+        tracks = self.tracks.values()
+        return bool(tracks) and all(t.final and t.farewell for t in tracks) and not self._wanted
+
+    @property
+    def failing(self) -> bool:
+        """The store gave no answer at the end of the last poll."""
+        return self._errors > 0
+
+    def next_due(self) -> float:
+        """When there is something to ask for, by the clock."""
+        due = [self._discover_at, *self._wanted.values()]
+        due += [track.due_at for track in self.tracks.values() if not track.final]
+        due += [t.beat_due_at for t in self.tracks.values() if t.final and not t.farewell]
+        return min(due)
+
+    # -- asking ----------------------------------------------------------------------------------
+
+    async def poll(self) -> Found:
+        found, self._errors = Found(), 0
+        if self.now() >= self._discover_at:
+            await self.discover(found)
+        now = self.now()
+        live = [track for track in self.tracks.values() if not track.final]
+        due = [track for track in live if track.due_at <= now]
+        await self._each(lambda track: self._read(track, found), due)
+        beating = [track for track in self.tracks.values() if self._beat_due(track, now)]
+        await self._each(lambda track: self._beat(track, found), beating)
+        stuck = [track for track in live if self._stuck(track)]
+        await self._each(lambda track: self._seek(track, found), stuck)
+        wanted = [digest for digest, at in self._wanted.items() if at <= now]
+        await self._each(lambda digest: self._layout(digest, found), wanted)
+        return found
+
+    async def _each(self, call: Callable[[A], Awaitable[None]], items: Iterable[A]) -> None:
+        gate = asyncio.Semaphore(self.concurrency)
+
+        async def guarded(item: A) -> None:
+            async with gate:
+                if self._errors < _MOST_ERRORS:
+                    await call(item)
+
+        tasks = [asyncio.ensure_future(guarded(item)) for item in items]
+        try:
+            await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+
+    async def _get(self, key: str, kind: type[T]) -> T | None:
+        """None when it is not there. DecodeError, SmdistError and OSError are the caller's."""
+        try:
+            data = await self.store.get(key)
+        except ObjectNotFound:
+            self._errors = 0
+            return None
+        except (SmdistError, OSError):
+            self._errors += 1
+            raise
+        self._errors = 0
+        return msgspec.json.decode(data, type=kind)
+
+    # -- who takes part --------------------------------------------------------------------------
+
+    async def discover(self, found: Found) -> None:
+        now, rhythm = self.now(), self.rhythm
+        try:
+            keys = await self.store.list("sessions/")
+            owners = {
+                (int(match[2]), int(match[1])): key
+                for key in keys
+                if (match := _SESSION.fullmatch(key))
+            }
+            fresh = {owner: key for owner, key in owners.items() if owner not in self.tracks}
+            if fresh and self._summaries:
+                await self._load_summaries(fresh, found)
+        except (SmdistError, OSError) as error:
+            self.troubles["sessions/"] = f"sessions cannot be listed: {error}"
+            self._discover_at = now + rhythm.discover_s
+            return
+        self._summaries = False  # who comes from now on is alive
+        self.troubles.pop("sessions/", None)
+        if fresh:
+            self._changed_at = now
+        rest = [(owner, key) for owner, key in fresh.items() if owner not in self.tracks]
+        await self._each(lambda item: self._session(*item, found), rest)
+        young = now - self._changed_at < rhythm.young_s
+        # A listing of many is several requests.
+        every_s = rhythm.interval_s if young else rhythm.discover_s
+        self._discover_at = now + max(every_s, len(owners) / 2000)
+
+    async def _session(self, owner: Owner, key: str, found: Found) -> None:
+        session = await self._bearing(key, Session)
+        if session is None or (session.attempt, session.rank) != owner:
+            return
+        self.take(session)
+        found.sessions += 1
+        now = self.now()
+        self.tracks[owner] = Track(*owner, heard_at=now, seen_at=session.started)
+
+    async def _load_summaries(self, fresh: Mapping[Owner, str], found: Found) -> None:
+        """One request for each rank that had ended before we came."""
+        keys = [
+            key
+            for key in await self.store.list("summaries/")
+            if (match := _SUMMARY.fullmatch(key)) and (int(match[2]), int(match[1])) in fresh
+        ]
+        await self._each(lambda key: self._summary(key, found), keys)
+
+    async def _summary(self, key: str, found: Found) -> None:
+        try:
+            summary = await self._get(key, RankSummary)
+        except (SmdistError, OSError, msgspec.DecodeError):
+            return  # the manifests say the same
+        if summary is None or not summary.whole:
+            return
+        session, now = summary.session, self.now()
+        track = Track(session.attempt, session.rank, heard_at=now)
+        if not key.endswith(f"{track.worker}/{track.attempt:06d}.json"):
+            return
+        self.take(session)
+        found.sessions += 1
+        for manifest in summary.manifests:
+            self._took(track, manifest, found)
+        self.tracks[track.attempt, track.rank] = track
+
+    # -- one rank --------------------------------------------------------------------------------
+
+    async def _read(self, track: Track, found: Found) -> None:
+        before = found.manifests
+        try:
+            while await self._window(track, found):
+                if track.final or found.manifests - before >= _MOST_AT_ONCE:
+                    break
+        except (SmdistError, OSError) as error:
+            self.troubles[track.key(0)] = f"{track.worker} cannot be read: {error}"
+            track.after_failure(self.now(), self.rhythm)
+            return
+        self.troubles.pop(track.key(0), None)
+        if track.final:
+            self._changed_at = self.now()  # a job that restarts does it soon
+
+    async def _window(self, track: Track, found: Found) -> bool:
+        """Ask for the next manifests; whether more of them are to be expected right away."""
+        first = track.seq
+        window = max(track.window, min(track.hinted - first + 1, _MOST_WINDOW))
+        reads = [self._manifest(track, seq) for seq in range(first, first + window)]
+        read = await asyncio.gather(*reads, return_exceptions=True)
+        for manifest in read:
+            if isinstance(manifest, BaseException):
+                raise manifest
+            # Behind a gap there may be one that was written while we asked: it is asked for again.
+            if manifest is None or track.final:
+                break
+            self._took(track, manifest, found)
+        now = self.now()
+        if track.seq == first:
+            track.hinted = -1
+            track.after_miss(now, self.rhythm)
+            return False
+        track.after_success(now, self.rhythm)
+        if track.seq < first + window:
+            track.window = 1
+            return False
+        track.window = min(2 * window, _MOST_WINDOW)
+        return track.hinted >= track.seq or track.expected_at(now) <= now
+
+    async def _manifest(self, track: Track, seq: int) -> RankManifest | None:
+        key = track.key(seq)
+        try:
+            manifest = await self._get(key, RankManifest)
+        except msgspec.DecodeError as error:
+            # A power cut emptied it; its writer, if it lives, writes it once more.
+            self.troubles[key] = f"{key} makes no sense: {error}"
+            track.torn = True
+            return None
+        if manifest is None:
+            return None
+        if (manifest.attempt, manifest.rank, manifest.seq) != (track.attempt, track.rank, seq):
+            self.troubles[key] = f"{key} is of something else"
+            track.torn = True
+            return None
+        self.troubles.pop(key, None)
+        return manifest
+
+    def _took(self, track: Track, manifest: RankManifest, found: Found) -> None:
+        manifest, _ = settle(track.key(manifest.seq), manifest)
+        self.take(manifest)
+        self.want(entry.layout for entry in manifest.steps)
+        track.took(manifest, self.now())
+        found.manifests += 1
+
+    def _beat_due(self, track: Track, now: float) -> bool:
+        if now < track.beat_due_at or track.farewell:
+            return False
+        return track.final or now - track.seen_at >= self.rhythm.beat_s
+
+    async def _beat(self, track: Track, found: Found) -> None:
+        key = heartbeat_key(track.worker, track.attempt)
+        track.beat_due_at = self.now() + self.rhythm.beat_s
+        beat = await self._bearing(key, Heartbeat)
+        track.farewell = track.final and key not in self.troubles
+        if beat is None or (beat.attempt, beat.rank) != (track.attempt, track.rank):
+            return  # a young rank has none yet
+        if beat.time > track.beaten_at:
+            track.beaten_at, track.seen_at = beat.time, max(beat.time, track.seen_at)
+            found.beats += 1
+            self.take(beat)
+
+    def _stuck(self, track: Track) -> bool:
+        """Whether its manifests may have a gap, which asking for the next one never passes."""
+        now = self.now()
+        silent = now - track.heard_at >= self.rhythm.seek_s
+        return not track.final and now >= track.seek_due_at and (track.torn or silent)
+
+    async def _seek(self, track: Track, found: Found) -> None:
+        """Pass over a manifest that is not there or makes no sense, if there are later ones."""
+        track.seek_s = min(max(2 * track.seek_s, self.rhythm.seek_s), _MOST_SEEK_S)
+        track.seek_due_at = self.now() + track.seek_s
+        prefix = f"manifests/{track.worker}/{track.attempt:06d}-"
+        try:
+            keys = await self.store.list(prefix, after=track.key(track.seq))
+        except (SmdistError, OSError):
+            return
+        if not keys:
+            return
+        seq = int(keys[0].removeprefix(prefix).removesuffix(".json"))
+        self.troubles[track.key(track.seq)] = f"{track.key(track.seq)} was passed over"
+        track.seq, track.torn, track.seek_s = seq, False, 0.0
+        await self._read(track, found)
+
+    # -- what they name --------------------------------------------------------------------------
+
+    async def _layout(self, digest: str, found: Found) -> None:
+        layout = await self._bearing(layout_key(digest), Layout)
+        if layout is None:
+            self._wanted[digest] = self.now() + self.rhythm.discover_s
+            return
+        self.layouts[digest] = layout
+        del self._wanted[digest]
+        found.layouts += 1
+
+    async def _bearing(self, key: str, kind: type[T]) -> T | None:
+        """What is there; None, and a note if it is strange, when nothing can be read."""
+        try:
+            value = await self._get(key, kind)
+        except (SmdistError, OSError, msgspec.DecodeError) as error:
+            self.troubles[key] = f"{key} cannot be read: {error}"
+            return None
+        self.troubles.pop(key, None)
+        return value
+
+
+def _track(attempt: int, rank: int, known: RankView, now: float) -> Track:
+    track = Track(attempt, rank, heard_at=now)
+    if known.seen:
+        track.seq = known.seen[-1][1]
+    if known.head is not None:
+        track.written_at = track.seen_at = known.head.time
+        track.final = known.head.state != "active"
+    if known.heartbeat is not None:
+        track.beaten_at = known.heartbeat.time
+        track.seen_at = max(track.seen_at, track.beaten_at)
+    if known.session is not None:
+        track.seen_at = max(track.seen_at, known.session.started)
+    return track

@@ -1,0 +1,133 @@
+"""Where uploaders say that they have stored something, so that it need not be found by asking.
+
+A hint is one line of JSON, `Hint`, and carries no data: the store is the truth, and a hint that is
+lost, late, doubled or forged costs a request or nothing. The address is in the store of the run, in
+`merged/inbox.json`, with a token that only readers of the run know. One inbox serves all runs of a
+coordinator, on its event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import secrets
+import socket
+from collections.abc import Callable
+
+import msgspec
+
+from smdist.errors import ObjectNotFound
+from smdist.storage.base import Store
+
+__all__ = ["INBOX_KEY", "Address", "Hint", "Inbox", "Post"]
+
+INBOX_KEY = "merged/inbox.json"
+
+_MOST_LINE = 1024
+_MOST_CONNECTIONS = 512
+_MOST_LINES = 1000  # of one connection
+_IDLE_S = 10.0
+
+
+class Hint(msgspec.Struct, frozen=True):
+    token: str
+    run_id: str
+    worker: str
+    attempt: int
+    seq: int
+
+
+class Post(msgspec.Struct, frozen=True):
+    """`merged/inbox.json`."""
+
+    host: str
+    port: int
+    token: str
+    epoch: int
+    time: float
+
+
+class Address(msgspec.Struct, frozen=True):
+    host: str
+    port: int
+    token: str
+
+    async def announce(self, store: Store, epoch: int, now: float) -> None:
+        post = Post(self.host, self.port, self.token, epoch, now)
+        await store.put(INBOX_KEY, [msgspec.json.encode(post)])
+
+    async def withdraw(self, store: Store) -> None:
+        """Unless another one has announced its own since."""
+        with contextlib.suppress(ObjectNotFound, msgspec.DecodeError):
+            post = msgspec.json.decode(await store.get(INBOX_KEY), type=Post)
+            if post.token == self.token:
+                await store.delete(INBOX_KEY)
+
+
+class Inbox:
+    """`start`, then `address` is to be announced, `close` last.
+
+    `host` is how others reach this machine. `take` is called on the loop, for each hint with the
+    right token; it must not block.
+    """
+
+    def __init__(self, take: Callable[[Hint], None], *, host: str, port: int = 0) -> None:
+        self._take, self._host, self._port = take, host, port
+        self._token = secrets.token_urlsafe(16)
+        self._server: asyncio.Server | None = None
+        self._open: set[asyncio.StreamWriter] = set()
+        self.accepted = self.refused = 0
+
+    @property
+    def address(self) -> Address:
+        assert self._server is not None, "it is not open"
+        port: int = self._server.sockets[0].getsockname()[1]
+        return Address(self._host, port, self._token)
+
+    async def start(self) -> None:
+        bind = self._host if self._host in ("127.0.0.1", "::1", "localhost") else None
+        self._server = await asyncio.start_server(
+            self._serve, bind, self._port, limit=_MOST_LINE, family=_family(self._host)
+        )
+
+    async def close(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+            for writer in tuple(self._open):
+                writer.close()
+            await server.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._open) >= _MOST_CONNECTIONS:
+            writer.close()
+            return
+        self._open.add(writer)
+        try:
+            for _ in range(_MOST_LINES):
+                line = await asyncio.wait_for(reader.readline(), _IDLE_S)
+                if not line or not self._accept(line):
+                    break
+        except (OSError, ValueError, asyncio.TimeoutError):  # gone, too long a line, or idle
+            self.refused += 1
+        finally:
+            self._open.discard(writer)
+            writer.close()
+
+    def _accept(self, line: bytes) -> bool:
+        try:
+            hint = msgspec.json.decode(line, type=Hint)
+        except msgspec.DecodeError:
+            self.refused += 1
+            return False
+        if not hmac.compare_digest(hint.token.encode(), self._token.encode()):
+            self.refused += 1
+            return False
+        self.accepted += 1
+        self._take(hint)
+        return True
+
+
+def _family(host: str) -> int:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

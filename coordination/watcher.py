@@ -1,0 +1,420 @@
+"""One run, watched: new facts are read and folded, snapshots written, questions answered.
+
+Used on one event loop, in this order: `open` once, `turn` again and again (or `run`, which does
+it), `close` last. Questions (`status`, `missing`, ...) may be asked at any time between. Nothing
+here is needed to read a run: whoever is killed at any moment is replaced by another one, which
+goes on from the newest snapshot, or from nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from smdist.coordination.commit import Cadence, Pending, snapshot_due
+from smdist.coordination.follow import Follow, Found, Rhythm
+from smdist.coordination.membership import (
+    PATIENCE,
+    Patience,
+    RankReport,
+    expected_ranks,
+    finished,
+    rank_reports,
+)
+from smdist.coordination.merge import Fact, StepKey, View, add
+from smdist.coordination.snapshot import Packed, load_view, pack
+from smdist.coordination.status import AttemptLine, RankLine, RunState, RunStatus, StepReport
+from smdist.coordination.steps import StepBook
+from smdist.coordination.tenure import Tenure
+from smdist.errors import (
+    CoordinationError,
+    NoSuchRun,
+    ObjectNotFound,
+    SmdistError,
+    StepNotYetAvailable,
+    StepUnavailable,
+    Superseded,
+    WaitTimeout,
+)
+from smdist.identity import ModeKeys
+from smdist.manifest import FORMAT, RUN_KEY, RankManifest, Run
+from smdist.storage import open_store
+from smdist.storage.base import Store
+
+if TYPE_CHECKING:
+    from smdist.coordination.inbox import Address
+
+__all__ = ["Watcher"]
+
+GLOBAL = ModeKeys.GLOBAL
+
+_REQUEST_S = 10.0  # for one request and its retries: what fails is seen, and tried again later
+_BREATH_S = 0.05  # between two turns, however many hints come
+_MOST_PAUSE_S = 30.0
+_MOST_TROUBLES = 20
+_GIVE_UP = 10.0  # times `lost_after_s`: a run of which nothing was heard for so long has ended
+
+
+class Watcher:
+    def __init__(
+        self,
+        url: str,
+        *,
+        store: Store | None = None,
+        interval_s: float = 1.0,
+        patience: Patience = PATIENCE,
+        now: Callable[[], float] = time.time,
+        writer: str | None = None,
+        take_over: bool = False,
+        lease_s: float = 30.0,
+        inbox: Address | None = None,
+    ) -> None:
+        """`writer` names who may come back: a restart under the same name waits for no lease.
+
+        Give an actor's id, which outlives its process; left out, every watcher is a stranger.
+        A given `store` stays the caller's. `inbox`: where uploaders may say that there is more.
+        """
+        self.url, self._own = url, store is None
+        self._store = store if store is not None else open_store(url, deadline_s=_REQUEST_S)
+        self._patience, self._now, self._take_over = patience, now, take_over
+        self._inbox = inbox
+        beat_s = patience.lost_after_s / 4
+        self._cadence = Cadence(interval_s, lease_s, beat_s)
+        self._tenure = Tenure(self._store, owner=writer, now=now, cadence=self._cadence)
+        rhythm = Rhythm(interval_s, beat_s=beat_s, discover_s=5 * interval_s)
+        self._follow = Follow(self._store, self._take, now, rhythm)
+        self._view, self._book = View(), StepBook()
+        self._touched: dict[int, set[StepKey]] = {}
+        self._pending = Pending()
+        self._packed: Packed | None = None
+        self._written_at: float | None = None
+        self._final = False
+        self._run: Run | None = None
+        self._manifests = 0
+        self._state: RunState = "waiting"
+        self._detail = self._trouble = ""
+        self._failures = 0
+        self._turning = asyncio.Lock()
+        self._wake, self._news = asyncio.Event(), asyncio.Event()
+
+    # -- the life of a watcher -------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """NoSuchRun: call again later. AlreadyCoordinated: another one holds the lease.
+
+        A run that has ended, and of which the last snapshot says so, is opened to be asked about;
+        nothing is claimed or written then. StoreError: the store cannot be read at all.
+        """
+        self._run = await self._read_run()
+        self._state = "opening"
+        pointer = await self._tenure.look()
+        if pointer is not None and pointer.final:
+            await self._load()
+            found = Found()
+            await self._follow.discover(found)
+            if not found.sessions and not self._follow.troubles:
+                self._final, self._state = True, "finished"
+                return
+        await self._tenure.begin(take_over=self._take_over)
+        if self._tenure.pointer != pointer or not (pointer and pointer.final):
+            await self._load()
+        if self._inbox is not None:
+            await self._inbox.announce(self._store, self._tenure.epoch, self._now())
+        self._state = "watching"
+
+    async def _read_run(self) -> Run:
+        try:
+            data = await self._store.get(RUN_KEY)
+        except ObjectNotFound:
+            raise NoSuchRun(self.url) from None
+        try:
+            run = msgspec.json.decode(data, type=Run)
+        except msgspec.DecodeError as error:
+            raise CoordinationError(f"{self.url}: run.json is not a run's: {error}") from error
+        if run.format > FORMAT:
+            raise CoordinationError(
+                f"{self.url} was written in format {run.format}; this smdist reads up to {FORMAT}: "
+                "install a newer one"
+            )
+        return run
+
+    async def _load(self) -> None:
+        """Begin with the newest snapshot; with nothing if it cannot be read, as facts remain."""
+        pointer = self._tenure.pointer
+        if pointer is None:
+            return
+        try:
+            loaded = await load_view(self._store, pointer)
+        except (SmdistError, OSError, ValueError) as error:
+            self._trouble = f"snapshot {pointer.number} cannot be read, all is read anew: {error}"
+            return
+        self._view, self._book = loaded.view, StepBook()
+        self._book.update(self._view, _all_keys(self._view))
+        self._follow.adopt(self._view, loaded.layouts, self._book.layouts())
+
+    async def turn(self) -> bool:
+        """One look: read what is new, fold it, write a snapshot if one is due; whether one was.
+
+        Never raises for what a store does. Superseded: this watcher writes no more.
+        """
+        async with self._turning:
+            if self._state != "watching":
+                return False
+            try:
+                found = await self._follow.poll()
+                self._fold(found)
+                written = await self._write()
+            except Superseded as error:
+                self._end("superseded", str(error))
+                raise
+            except (SmdistError, OSError) as error:
+                self._failures += 1
+                self._trouble = f"a snapshot cannot be written: {error}"
+                return False
+            self._failures = self._failures + 1 if self._follow.failing else 0
+            return written
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Turns until stopped, superseded (raises), or the run is finished and that is written."""
+        while not stop.is_set() and self._state == "watching":
+            await self.turn()
+            if self._state == "watching":
+                await self._pause(stop)
+
+    async def _pause(self, stop: asyncio.Event) -> None:
+        interval_s = self._cadence.interval_s
+        wait_s = min(max(self._follow.next_due() - self._now(), _BREATH_S), interval_s)
+        if self._failures:
+            wait_s = min(interval_s * 2.0 ** min(self._failures, 16), _MOST_PAUSE_S)
+        else:
+            await asyncio.sleep(min(_BREATH_S, interval_s))
+        waits = [asyncio.ensure_future(event.wait()) for event in (stop, self._wake)]
+        await asyncio.wait(waits, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        self._wake.clear()
+
+    def set_aside(self, state: RunState, detail: str) -> None:
+        """For its owner: why it could not be opened."""
+        self._end(state, detail)
+
+    async def resumed(self) -> bool:
+        """Whether ranks have started that were not there when the run had finished."""
+        found = Found()
+        await self._follow.discover(found)
+        return found.sessions > 0
+
+    async def close(self) -> None:
+        """Hand back the lease. What was folded and not written yet is read again by the next."""
+        async with self._turning:
+            if self._state in ("watching", "opening"):
+                with contextlib.suppress(SmdistError, OSError):
+                    await self._leave()
+                self._end("stopped", "it was told to")
+            if self._own:
+                await self._store.close()
+
+    async def _leave(self) -> None:
+        if self._inbox is not None:
+            await self._inbox.withdraw(self._store)
+        if self._tenure.epoch:
+            await self._tenure.release()
+
+    def _end(self, state: RunState, detail: str) -> None:
+        self._state, self._detail = state, detail
+        self._tell()
+
+    # -- a turn ----------------------------------------------------------------------------------
+
+    def _take(self, fact: Fact) -> None:
+        add(self._view, fact)
+        touched = self._touched.setdefault(fact.attempt, set())
+        if isinstance(fact, RankManifest):
+            self._manifests += 1
+            touched.update((entry.mode, entry.mode_step) for entry in fact.steps)
+            touched.update((drop.mode, drop.mode_step) for drop in fact.dropped)
+
+    def _fold(self, found: Found) -> None:
+        touched, self._touched = self._touched, {}
+        self._book.update(self._view, touched)
+        pending = self._pending
+        self._pending = Pending(
+            pending.facts + found.facts, pending.beats + found.beats, self._has_ended()
+        )
+        self._tell()
+
+    def _tell(self) -> None:
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    def _has_ended(self) -> bool:
+        """Nothing more is to be expected: by the last word of every rank, or after a long silence."""
+        now, view, follow = self._now(), self._view, self._follow
+        if not finished(view, now, self._patience):
+            return False
+        if follow.settled:
+            return True
+        heard = max((track.heard_at for track in follow.tracks.values()), default=now)
+        return now - heard > _GIVE_UP * self._patience.lost_after_s
+
+    async def _write(self) -> bool:
+        now, tenure = self._now(), self._tenure
+        if not snapshot_due(self._pending, self._written_at, now, self._cadence):
+            await tenure.renew()
+            return False
+        assert self._run is not None
+        final = self._pending.final
+        packed = pack(
+            self._view,
+            self._packed,
+            run_id=self._run.run_id,
+            epoch=tenure.epoch,
+            number=tenure.next_number(),
+            writer=tenure.writer,
+            now=now,
+            interval_s=self._cadence.interval_s,
+            final=final,
+            layouts=self._follow.layouts,
+            patience=self._patience,
+        )
+        await tenure.publish(packed)
+        self._packed, self._view, self._written_at = packed, packed.view, now
+        self._pending, self._trouble, self._final = Pending(), "", final
+        if final:
+            with contextlib.suppress(SmdistError, OSError):
+                await self._leave()
+            self._end("finished", "")
+        return True
+
+    # -- questions -------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> RunState:
+        return self._state
+
+    @property
+    def run_id(self) -> str:
+        return self._run.run_id if self._run is not None else ""
+
+    @property
+    def view(self) -> View:
+        """What is known by now; not to be changed, and another one after the next turn."""
+        return self._view
+
+    def hint(self, worker: str, attempt: int, seq: int) -> None:
+        """That manifest is said to be there: look at the rank now."""
+        self._follow.hint(worker, attempt, seq)
+        self._wake.set()
+
+    def _reports(self) -> dict[int, dict[int, RankReport]]:
+        now, view = self._now(), self._view
+        return {a: rank_reports(view, a, now, self._patience) for a in sorted(view.attempts)}
+
+    def latest_complete_step(self, mode: ModeKeys = GLOBAL) -> int:
+        """-1 when there is none."""
+        return self._book.latest_complete(mode)
+
+    def step(self, step: int, mode: ModeKeys = GLOBAL) -> StepReport:
+        return self._book.report(self._view, self._reports(), step, mode)
+
+    def missing(self, step: int, mode: ModeKeys = GLOBAL) -> dict[int, str]:
+        """Rank -> reason; empty when complete. StepUnavailable, StepNotYetAvailable."""
+        report = self.step(step, mode)
+        if report.attempt < 0:
+            known = report.standing == "not saved"
+            raise (StepUnavailable if known else StepNotYetAvailable)(step, mode)
+        return report.missing
+
+    async def wait_for_step(
+        self, step: int, mode: ModeKeys = GLOBAL, timeout_s: float = 60.0
+    ) -> StepReport:
+        """How the step stands once nothing more of it is expected: complete, partial, not saved.
+
+        WaitTimeout names who is missing; CoordinationError: nobody watches the run any more.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while True:
+            news = self._news
+            report = self.step(step, mode)
+            if report.standing != "pending":
+                return report
+            if self._state in ("superseded", "stopped", "failed"):
+                raise CoordinationError(f"{self.url} is not watched any more: {self._detail}")
+            left_s = deadline - loop.time()
+            if left_s <= 0:
+                raise WaitTimeout(
+                    f"{self.url}: {_waited_for(report, self.latest_complete_step(mode))}"
+                )
+            # Time alone changes the answer too: a rank is given up.
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(news.wait(), min(left_s, 1.0))
+
+    def status(self) -> RunStatus:
+        reports, pointer, book = self._reports(), self._tenure.pointer, self._book
+        newest = reports[max(reports)] if reports else {}
+        troubles = [self._trouble] if self._trouble else []
+        troubles += list(self._follow.troubles.values())[:_MOST_TROUBLES]
+        return RunStatus(
+            url=self.url,
+            run_id=self.run_id,
+            state=self._state,
+            detail=self._detail,
+            time=self._now(),
+            writer=self._tenure.writer,
+            epoch=pointer.epoch if pointer else 0,
+            number=pointer.number if pointer else 0,
+            snapshot_time=pointer.time if pointer else 0.0,
+            final=self._final,
+            attempts=tuple(_attempt(self._view, a, reports[a]) for a in reports),
+            ranks=tuple(_line(report) for report in newest.values()),
+            latest_complete={
+                mode.name: book.latest_complete(mode)
+                for mode in dict.fromkeys([*book.modes, GLOBAL])
+            },
+            last_step=book.last_step,
+            steps=len(book),
+            complete_steps=book.complete,
+            manifests=self._manifests,
+            hints=self._follow.hints,
+            troubles=tuple(troubles),
+        )
+
+
+def _all_keys(view: View) -> dict[int, set[StepKey]]:
+    return {
+        attempt: {key for known in ranks.values() for key in (*known.steps, *known.drops)}
+        for attempt, ranks in view.attempts.items()
+    }
+
+
+def _attempt(view: View, attempt: int, reports: dict[int, RankReport]) -> AttemptLine:
+    counts = Counter(str(report.status) for report in reports.values())
+    return AttemptLine(attempt, len(expected_ranks(view, attempt)), dict(counts))
+
+
+def _line(report: RankReport) -> RankLine:
+    return RankLine(
+        report.rank,
+        str(report.status),
+        report.step,
+        report.behind_steps,
+        report.behind_s,
+        report.last_seen,
+        report.reason,
+    )
+
+
+def _waited_for(report: StepReport, latest: int) -> str:
+    text = f"step {report.step} of mode {report.mode} is not complete in time"
+    some = [f"rank {rank} ({why})" for rank, why in report.missing.items()]
+    if some:
+        more = f" and {len(some) - 8} more" if len(some) > 8 else ""
+        text += f"; missing: {', '.join(some[:8])}{more}"
+    return f"{text}; the latest complete step is {latest}"

@@ -3,6 +3,7 @@
     SmdistError
     ├── ConfigurationError (ValueError)      wrong setting; raised when it is written down
     │   ├── UnknownKey                       names the nearest known key
+    │   ├── NoConfigurationFile              (FileNotFoundError) there is none to read
     │   ├── InvalidCollectionConfiguration   a custom collection that can match nothing
     │   └── RunExists                        out_dir already holds a run
     ├── CaptureError (RuntimeError)          our own trouble beside a training job
@@ -51,6 +52,7 @@ __all__ = [
     "DrainTimeout",
     "InvalidCollectionConfiguration",
     "InvalidWorker",
+    "NoConfigurationFile",
     "NoMoreData",
     "NoSuchRun",
     "ObjectExists",
@@ -94,6 +96,10 @@ class UnknownKey(ConfigurationError):
         near = get_close_matches(self.key, self.known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(self.known)}"
         return f"unknown key {self.key!r} in {self.where}; {hint}"
+
+
+class NoConfigurationFile(ConfigurationError, FileNotFoundError):
+    pass
 
 
 class InvalidCollectionConfiguration(ConfigurationError):

@@ -6,6 +6,7 @@ from smdist.errors import (
     ConfigurationError,
     InvalidCollectionConfiguration,
     InvalidWorker,
+    NoConfigurationFile,
     NoMoreData,
     NoSuchRun,
     RuleEvaluationConditionMet,
@@ -29,13 +30,16 @@ __all__ = [
     "InvalidCollectionConfiguration",
     "InvalidWorker",
     "MissingCollectionFiles",
+    "NoConfigurationFile",
     "NoMoreData",
     "NoSuchRun",
     "RuleEvaluationConditionMet",
     "RunExists",
     "SMDebugCustomerError",
     "SMDebugError",
+    "SMDebugNotImplementedError",
     "SMDebugRuntimeError",
+    "SMDebugTypeError",
     "SMDebugValueError",
     "ShapeUnavailableForStep",
     "SmdistError",
@@ -52,9 +56,14 @@ __all__ = [
 SMDebugError = SmdistError
 SMDebugCustomerError = SmdistError
 SMDebugRuntimeError = SmdistError
+SMDebugTypeError = ConfigurationError
 SMDebugValueError = ConfigurationError
 IndexReaderException = StoreError
 MissingCollectionFiles = NoSuchRun
+
+
+class SMDebugNotImplementedError(SmdistError, NotImplementedError):
+    """For scripts to raise; smdist itself does not."""
 
 
 class InsufficientInformationForRuleInvocation(TrialError):

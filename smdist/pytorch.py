@@ -44,9 +44,9 @@ def get_hook(
     return _current
 
 
-def set_hook(hook: Hook) -> None:
+def set_hook(custom_hook: Hook) -> None:
     global _current
-    _current = hook
+    _current = custom_hook
 
 
 def del_hook() -> None:

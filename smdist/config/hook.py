@@ -24,7 +24,7 @@ from smdist.collection import Collection, CollectionKeys
 from smdist.config.framework import Framework
 from smdist.config.manager import CollectionManager
 from smdist.config.parameters import PARAMETERS, Place, Section, read_arguments, read_section
-from smdist.errors import ConfigurationError
+from smdist.errors import ConfigurationError, NoConfigurationFile
 from smdist.reduction import ReductionConfig
 from smdist.schedule import SaveConfig
 from smdist.values import known_keys, located
@@ -196,7 +196,8 @@ def _load(file: Path, why: str) -> Any:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigurationError(
+        absent = isinstance(error, FileNotFoundError)
+        raise (NoConfigurationFile if absent else ConfigurationError)(
             f"cannot read the hook configuration {file} ({why}): {error.strerror}; pass its path, "
             f"or set {CONFIG_VARIABLE}"
         ) from error

@@ -369,7 +369,7 @@ def test_a_hook_from_a_configuration_file(tmp_path: Path, monkeypatch: pytest.Mo
     train(net, 3)
     hook.close()
     assert read(tmp_path / "run").tensor("Net_fc1.weight").steps() == [0, 2]
-    smd.set_hook(hook)
+    smd.set_hook(custom_hook=hook)
     assert smd.get_hook() is hook
     smd.del_hook()
 

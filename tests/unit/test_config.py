@@ -12,7 +12,7 @@ from smdist.collection import Collection
 from smdist.config import PYTORCH, Framework, HookConfig
 from smdist.config.hook import CONFIG_VARIABLE, SAGEMAKER_OUT_DIR
 from smdist.config.parameters import PARAMETERS, Place, keys_in
-from smdist.errors import ConfigurationError, UnknownKey
+from smdist.errors import ConfigurationError, NoConfigurationFile, UnknownKey
 from smdist.identity import ModeKeys
 from smdist.reduction import ReductionConfig
 from smdist.schedule import SAVE_KEYS, SaveConfig, SaveConfigMode, Schedule
@@ -420,7 +420,9 @@ def test_file_lookup_order(tmp_path: Path) -> None:
 
 def test_unreadable_files_are_named(tmp_path: Path) -> None:
     file = tmp_path / "c.json"
-    with pytest.raises(ConfigurationError, match=r"c\.json \(the given path\): No such file"):
+    # Scripts that run with and without a configuration catch the error of the file itself.
+    assert issubclass(NoConfigurationFile, FileNotFoundError)
+    with pytest.raises(NoConfigurationFile, match=r"c\.json \(the given path\): No such file"):
         HookConfig.from_file(PYTORCH, file, {})
     file.write_text('{"LocalPath": }')
     with pytest.raises(ConfigurationError, match=r"c\.json is no JSON: .*line 1"):

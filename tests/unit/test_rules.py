@@ -188,3 +188,6 @@ def test_a_rule_must_say_what_it_looks_for(run: RunBuilder, tmp_path: Path) -> N
 def test_the_names_of_older_exceptions_are_there() -> None:
     for name in smdist.exceptions.__all__:
         assert issubclass(getattr(smdist.exceptions, name), SmdistError), name
+    older = ("", "Customer", "NotImplemented", "Runtime", "Type", "Value")
+    assert {f"SMDebug{kind}Error" for kind in older} <= set(smdist.exceptions.__all__)
+    assert issubclass(smdist.exceptions.SMDebugNotImplementedError, NotImplementedError)

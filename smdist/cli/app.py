@@ -56,5 +56,80 @@ def trial(
     raise typer.Exit(run(path))
 
 
+coordinator = typer.Typer(
+    help="The Ray actor that merges runs while they are written. Runs can be read without it.",
+    no_args_is_help=True,
+)
+app.add_typer(coordinator, name="coordinator")
+
+_Address = Annotated[
+    str,
+    typer.Option(
+        envvar="RAY_ADDRESS",
+        help="Which Ray: local (one of your own on this machine), auto (the cluster this machine "
+        "belongs to), host:port, or ray://host:10001.",
+    ),
+]
+
+
+@coordinator.command()
+def start(
+    watch: Annotated[str, typer.Option(help="A run, or a place below which runs are or will be.")],
+    address: _Address = "local",
+    interval_s: Annotated[
+        float, typer.Option("--interval", help="How often to look at the store, in seconds.")
+    ] = 1.0,
+    lost_after_s: Annotated[
+        float,
+        typer.Option("--lost-after", help="A rank without a sign of life so long is lost (s)."),
+    ] = 60.0,
+    lagging_after_s: Annotated[
+        float, typer.Option("--lagging-after", help="A rank so far behind is lagging (s).")
+    ] = 30.0,
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="Make another coordinator of these runs stop.")
+    ] = False,
+    wheel: Annotated[
+        Optional[Path],  # noqa: UP045 - read at run time, also by Python 3.10
+        typer.Option(help="What to run on a cluster; by default what runs here, if it differs."),
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Stay and tell what changes.")] = False,
+) -> None:
+    """Start the coordinator of a place, or find that it runs."""
+    from smdist.cli.coordinator import start as run
+    from smdist.coordination.coordinator import Settings
+    from smdist.errors import ConfigurationError
+
+    try:
+        settings = Settings(watch, interval_s, lost_after_s, lagging_after_s, take_over)
+    except ConfigurationError as error:
+        raise typer.BadParameter(str(error)) from error
+    raise typer.Exit(run(address, settings, wheel, follow))
+
+
+@coordinator.command()
+def status(
+    address: _Address = "local",
+    watch: Annotated[str, typer.Option(help="Only the coordinator of this place.")] = "",
+    run: Annotated[str, typer.Option(help="Only this run: its URL, id, or name.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Ranks and steps as the coordinators on a Ray see them."""
+    from smdist.cli.coordinator import status as show
+
+    raise typer.Exit(show(address, watch, run, as_json))
+
+
+@coordinator.command()
+def stop(
+    address: _Address = "local",
+    watch: Annotated[str, typer.Option(help="Only the coordinator of this place.")] = "",
+) -> None:
+    """End coordinators kindly; a local Ray with none left is stopped too."""
+    from smdist.cli.coordinator import stop as end
+
+    raise typer.Exit(end(address, watch))
+
+
 def main() -> None:
     app()

@@ -1,0 +1,171 @@
+"""The coordinator as a Ray actor: a thin shell over `Watch`, which does the work.
+
+Detached, named, restarted for ever. Its constructor runs again after its process, or its node, has
+died, and starts watching by itself: no call of a driver is needed for that, and the store holds
+all there is to know. Ray repeats calls that were under way then, so every method may be repeated.
+
+What crosses process borders is text, numbers and JSON of `smdist.coordination.status`, so that a
+driver and an actor of different versions understand each other; errors are those of
+`smdist.errors`. `launcher` makes an actor of the class.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import socket
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+import smdist
+from smdist.coordination.membership import PATIENCE, Patience
+from smdist.coordination.watch import Watch
+from smdist.errors import ConfigurationError, NoSuchRun
+from smdist.identity import ModeKeys
+from smdist.storage.location import is_remote, open_store
+
+if TYPE_CHECKING:
+    from smdist.coordination.watch import Watcher
+
+__all__ = ["NAMESPACE", "Coordinator", "Settings", "Whereabouts", "actor_name", "canonical_url"]
+
+NAMESPACE = "smdist"
+# Grows when methods or what they take change in a way that an older caller cannot know.
+PROTOCOL = 1
+_SETTLE_S = 30.0  # how long a question waits for a run that a new process has not read yet
+
+
+class Settings(msgspec.Struct, frozen=True):
+    watch: str
+    interval_s: float = 1.0
+    lost_after_s: float = PATIENCE.lost_after_s
+    lagging_after_s: float = PATIENCE.lagging_after_s
+    take_over: bool = False
+    inbox: bool = True  # uploaders that can reach the actor's node tell it what they have written
+
+    def __post_init__(self) -> None:
+        for name in ("interval_s", "lost_after_s", "lagging_after_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigurationError(f"{name} must be greater than 0")
+
+
+class Whereabouts(msgspec.Struct, frozen=True):
+    """Of the process that answers; another one after a restart."""
+
+    name: str
+    settings: Settings
+    version: str
+    host: str
+    pid: int
+    node: str
+    since: float
+    stopped: bool
+    trouble: str = ""  # why it does not watch
+
+
+def canonical_url(url: str) -> str:
+    """One spelling for a place; a path becomes absolute, as an actor has another current folder."""
+    if not is_remote(url):
+        return open_store(url).url
+    place, mark, query = url.partition("?")
+    return f"{place.rstrip('/')}{mark}{query}"
+
+
+def actor_name(url: str) -> str:
+    """One coordinator per place and protocol."""
+    summed = hashlib.sha256(canonical_url(url).encode()).hexdigest()
+    return f"coordinator-v{PROTOCOL}-{summed[:12]}"
+
+
+class Coordinator:
+    """Methods take a run as URL, id or name below the watched place; "" is the only one."""
+
+    def __init__(self, settings: bytes) -> None:
+        """Runs on the actor's event loop, once in each of its processes."""
+        import ray  # the class can be named, and its settings be checked, without
+
+        context = ray.get_runtime_context()
+        chosen = self._settings = msgspec.json.decode(settings, type=Settings)
+        self._node = context.get_node_id()
+        self._since = time.time()
+        self._trouble = ""
+        self._stop = asyncio.Event()
+        self._watch = Watch(
+            chosen.watch,
+            interval_s=chosen.interval_s,
+            patience=Patience(chosen.lost_after_s, chosen.lagging_after_s),
+            writer=f"actor {context.get_actor_id()}",  # the same after a restart
+            # Once: whoever has taken over from us in the meantime was told to.
+            take_over=chosen.take_over and not context.was_current_actor_reconstructed,
+            inbox_host=ray.util.get_node_ip_address() if chosen.inbox else None,
+        )
+        self._running = asyncio.get_running_loop().create_task(self._run())
+
+    async def _run(self) -> None:
+        try:
+            await self._watch.run(self._stop)
+        except Exception as error:
+            self._trouble = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            await self._watch.close()
+
+    async def whereabouts(self) -> bytes:
+        return msgspec.json.encode(
+            Whereabouts(
+                actor_name(self._settings.watch),
+                self._settings,
+                smdist.__version__,
+                socket.gethostname(),
+                os.getpid(),
+                self._node,
+                self._since,
+                self._stop.is_set(),
+                self._trouble,
+            )
+        )
+
+    async def runs(self) -> bytes:
+        """JSON: URL -> RunStatus."""
+        return msgspec.json.encode(self._watch.runs())
+
+    async def status(self, run: str = "") -> bytes:
+        return msgspec.json.encode((await self._watcher(run)).status())
+
+    async def latest_complete_step(self, run: str = "", mode: str = "GLOBAL") -> int:
+        return (await self._watcher(run)).latest_complete_step(ModeKeys[mode])
+
+    async def missing(self, step: int, run: str = "", mode: str = "GLOBAL") -> dict[int, str]:
+        return (await self._watcher(run)).missing(step, ModeKeys[mode])
+
+    async def wait_for_step(
+        self, step: int, run: str = "", mode: str = "GLOBAL", timeout_s: float = 60.0
+    ) -> bytes:
+        """JSON of a StepReport; WaitTimeout."""
+        watcher = await self._watcher(run, timeout_s)
+        return msgspec.json.encode(
+            await watcher.wait_for_step(step, ModeKeys[mode], timeout_s=timeout_s)
+        )
+
+    async def stop(self) -> None:
+        """Returns when the lease is handed back. The process is the caller's to end."""
+        self._stop.set()
+        with contextlib.suppress(Exception):  # whereabouts() tells it
+            await asyncio.shield(self._running)
+
+    async def _watcher(self, run: str, patience_s: float = _SETTLE_S) -> Watcher:
+        """A process that has just been restarted has to find and read the run first."""
+        deadline = self._since + min(patience_s, _SETTLE_S)
+        while True:
+            try:
+                watcher = self._watch.watcher(run)
+                if watcher.state != "opening" or time.time() > deadline:
+                    return watcher
+            except NoSuchRun:
+                if time.time() > deadline or self._running.done():
+                    raise
+            await asyncio.sleep(0.02)

@@ -1,0 +1,246 @@
+"""From an address to a running coordinator: attach to Ray, bring the code there, start the actor.
+
+    with attach("local") as ray:           # starts a Ray of this user if none runs
+        client = start(ray, Settings(watch="s3://bucket/jobs"))
+        client.status()
+
+`local` is a Ray of this user on this machine, which stays when the caller ends; `auto` the cluster
+that this machine is a node of; `host:port` the same by address; `ray://host:10001` one that this
+machine is no node of. Within a job that Ray itself has started, `auto` is the right one.
+
+Synchronous, for command lines and drivers; one attachment per process at a time, as in Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import socket
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from zipfile import ZipFile
+
+import msgspec
+
+from smdist.coordination import local_ray, wheel
+from smdist.coordination.client import CoordinatorClient
+from smdist.coordination.coordinator import NAMESPACE, Coordinator, Settings, actor_name
+from smdist.errors import ConfigurationError, CoordinationError
+
+__all__ = ["Attachment", "attach", "coordinators", "find", "start"]
+
+# What a node needs besides smdist to run a coordinator: module -> is it needed for this URL only.
+_NEEDED = ("numpy", "safetensors", "ml_dtypes", "msgspec", "google_crc32c")
+_PROBE_S, _START_S = 120.0, 120.0
+
+
+class Attachment(msgspec.Struct, frozen=True):
+    """A driver's connection to a Ray."""
+
+    ray: Any  # the module, connected
+    address: str
+    local: bool  # one of this user that `smdist` has started
+    remote: bool  # through Ray's client: this machine is no node of it
+
+
+@contextlib.contextmanager
+def attach(address: str = "local", *, start_local: bool = True) -> Iterator[Attachment]:
+    """Be a driver of the Ray at `address`. CoordinationError says what is not there.
+
+    `start_local` false: a `local` Ray has to run already.
+    """
+    local = address == "local"
+    if local:
+        here = local_ray.start() if start_local else local_ray.find()
+        if here is None:
+            raise CoordinationError(
+                "no coordinator runs on this machine: smdist coordinator start --watch URL"
+            )
+        os.environ.update(local_ray.LOOPBACK)  # before ray is imported: it reads this once
+        address = here.address
+    _check(address)
+    ray = _import_ray()
+    remote = address.startswith("ray://")
+    try:
+        ray.init(
+            address=address,
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            **({} if remote else {"configure_logging": False}),
+        )
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        raise CoordinationError(f"no Ray at {address}: {error}") from error
+    try:
+        yield Attachment(ray, address, local, remote)
+    finally:
+        ray.shutdown()
+
+
+def find(attachment: Attachment, watch: str) -> CoordinatorClient | None:
+    """The coordinator of that place, or None."""
+    try:
+        handle = attachment.ray.get_actor(actor_name(watch), namespace=NAMESPACE)
+    except ValueError:
+        return None
+    return CoordinatorClient(attachment.ray, handle)
+
+
+def coordinators(attachment: Attachment) -> list[CoordinatorClient]:
+    """Every coordinator on that Ray, also those whose place nobody remembers."""
+    named = attachment.ray.util.list_named_actors(all_namespaces=True)
+    names = sorted(
+        str(actor["name"])
+        for actor in named
+        if actor["namespace"] == NAMESPACE and str(actor["name"]).startswith("coordinator-")
+    )
+    return [
+        CoordinatorClient(attachment.ray, attachment.ray.get_actor(name, namespace=NAMESPACE))
+        for name in names
+    ]
+
+
+def start(
+    attachment: Attachment, settings: Settings, *, wheel_path: Path | None = None
+) -> CoordinatorClient:
+    """The coordinator with these settings, new or already there.
+
+    CoordinationError when one with other settings watches the same place.
+    """
+    ray = attachment.ray
+    there = find(attachment, settings.watch)
+    if there is not None:
+        where = there.whereabouts()
+        if where.stopped:  # whoever stopped it did not live to end its process
+            there.kill()
+        elif settings.take_over and not where.settings.take_over:
+            there.stop()
+        elif msgspec.structs.replace(where.settings, take_over=settings.take_over) == settings:
+            return there
+        else:
+            raise CoordinationError(
+                f"{where.name} already watches {where.settings.watch} with other settings "
+                f"({_differences(where.settings, settings)}); stop it first: "
+                f"smdist coordinator stop --watch '{where.settings.watch}'"
+            )
+    with _runtime_env(attachment, settings, wheel_path) as runtime_env:
+        handle = (
+            ray.remote(Coordinator)
+            .options(
+                name=actor_name(settings.watch),
+                namespace=NAMESPACE,
+                lifetime="detached",
+                get_if_exists=True,
+                max_restarts=-1,
+                max_task_retries=-1,
+                num_cpus=0,
+                **({"runtime_env": runtime_env} if runtime_env else {}),
+            )
+            .remote(msgspec.json.encode(settings))
+        )
+        client = CoordinatorClient(ray, handle)
+        client.whereabouts(timeout_s=_START_S)
+    return client
+
+
+def _differences(old: Settings, new: Settings) -> str:
+    before, after = msgspec.structs.asdict(old), msgspec.structs.asdict(new)
+    return ", ".join(f"{k}={v!r}" for k, v in before.items() if v != after[k])
+
+
+def _import_ray() -> Any:
+    try:
+        return importlib.import_module("ray")
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ConfigurationError(
+            "a coordinator needs Ray, which is not installed: pip install 'smdist[ray]'"
+        ) from error
+
+
+def _check(address: str) -> None:
+    """Say at once what Ray would say after a minute."""
+    if address.startswith(("http://", "https://")):
+        raise ConfigurationError(
+            f"{address} takes jobs: ray job submit --address {address} -- "
+            "smdist coordinator start --address auto --watch URL"
+        )
+    place = address.removeprefix("ray://")
+    if place == "auto":
+        return
+    host, _, port = place.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigurationError(
+            f"{address!r} is no address of a Ray: use local, auto, host:port or ray://host:10001"
+        )
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), 5.0).close()
+    except OSError as error:
+        raise CoordinationError(
+            f"no Ray answers at {address}: {error}; is it up, and does a firewall let us through?"
+        ) from error
+
+
+# -- code for the cluster ------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _runtime_env(
+    attachment: Attachment, settings: Settings, wheel_path: Path | None
+) -> Iterator[Mapping[str, Any]]:
+    """Nothing where the cluster runs what we run; else our wheel, and what it lacks besides.
+
+    The wheel is unpacked here and travels as a folder. Given the file, Ray would have each node's
+    pip fetch its dependencies again and put them before the cluster's own.
+    """
+    if attachment.local:
+        yield {}  # our interpreter
+        return
+    needed = (*_NEEDED, *(("aiobotocore",) if settings.watch.startswith("s3://") else ()))
+    there, missing = _probe(attachment.ray, needed)
+    if there == wheel.digest() and not missing and wheel_path is None:
+        yield {}
+        return
+    with tempfile.TemporaryDirectory(prefix="smdist-wheel-") as folder:
+        packed = wheel_path or wheel.pack(Path(folder))
+        with ZipFile(packed) as archive:
+            archive.extractall(Path(folder) / "unpacked")
+        runtime_env: dict[str, Any] = {
+            "py_modules": [str(Path(folder) / "unpacked" / "smdist")],
+            "config": {"setup_timeout_seconds": 600},
+        }
+        if missing:
+            runtime_env["pip"] = [text for text in wheel.requirements() if _module(text) in missing]
+        yield runtime_env
+
+
+def _module(requirement: str) -> str:
+    name = requirement
+    for mark in "[<>=!~ ":
+        name = name.partition(mark)[0]
+    return name.replace("-", "_")
+
+
+def _probe(ray: Any, modules: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+    """Which smdist a worker of the cluster has, "" for none, and which modules it has not."""
+
+    def look() -> tuple[str, tuple[str, ...]]:  # nested: travels as code, not as a name
+        from importlib.util import find_spec
+
+        missing = tuple(name for name in modules if find_spec(name) is None)
+        try:
+            from smdist.coordination import wheel
+
+            return wheel.digest(), missing
+        except ImportError:
+            return "", missing
+
+    found: tuple[str, tuple[str, ...]] = ray.get(
+        ray.remote(num_cpus=0, max_retries=3)(look).remote(), timeout=_PROBE_S
+    )
+    return found

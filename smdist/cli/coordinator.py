@@ -1,0 +1,227 @@
+"""`smdist coordinator`: start, see and stop the actor that merges runs while they are written."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from smdist.coordination import launcher, local_ray
+from smdist.coordination.client import CoordinatorClient
+from smdist.coordination.coordinator import NAMESPACE, Settings, Whereabouts, canonical_url
+from smdist.coordination.launcher import Attachment
+from smdist.coordination.status import RunStatus
+from smdist.errors import CoordinationError, SmdistError
+
+__all__ = ["start", "status", "stop"]
+
+_LOOK_S = 15.0  # how long `start` waits for something to tell about the runs
+_BAD = {"refused", "superseded", "failed"}
+_STYLES = {"active": "green", "lagging": "yellow", "ended": "dim", "lost": "red"}
+
+
+def start(address: str, settings: Settings, wheel: Path | None, follow: bool) -> int:
+    """Exit code: 0 when it watches, 1 when something said no."""
+    with _told() as outcome:
+        settings = msgspec.structs.replace(settings, watch=canonical_url(settings.watch))
+        console = _console()
+        with launcher.attach(address) as ray:
+            client = launcher.start(ray, settings, wheel_path=wheel)
+            where = client.whereabouts()
+            _print_start(console, ray, address, where)
+            runs = _first_look(client)
+            for one in runs.values():
+                console.print(_headline(one), markup=False)
+            if not runs:
+                console.print("no run there yet; it waits for the first rank", markup=False)
+            outcome.code = int(any(one.state in _BAD for one in runs.values()))
+            if follow:
+                _follow(console, lambda: launcher.find(ray, settings.watch))
+    return outcome.code
+
+
+def status(address: str, watch: str, run: str, as_json: bool) -> int:
+    """Exit code: 0 when a coordinator answered and every run it was asked for is in its hands."""
+    with _told() as outcome, launcher.attach(address, start_local=False) as ray:
+        found = _chosen(ray, watch)
+        answers = [(client.whereabouts(), _runs(client, run)) for client in found]
+        if as_json:
+            listed = [{"coordinator": where, "runs": runs} for where, runs in answers]
+            print(msgspec.json.format(msgspec.json.encode(listed), indent=2).decode())
+        else:
+            for where, runs in answers:
+                _print_status(_console(), where, runs)
+        outcome.code = int(any(one.state in _BAD for _, runs in answers for one in runs.values()))
+    return outcome.code
+
+
+def stop(address: str, watch: str) -> int:
+    with _told() as outcome:
+        console = _console()
+        with launcher.attach(address, start_local=False) as ray:
+            for client in _chosen(ray, watch):
+                where = client.whereabouts()
+                client.stop()
+                console.print(f"stopped {where.name}; {where.settings.watch} keeps its snapshots")
+            left = launcher.coordinators(ray)
+        if address == "local" and not left and local_ray.stop():
+            console.print("stopped the local Ray, as nothing else ran on it")
+    return outcome.code
+
+
+class _Outcome:
+    code = 0
+
+
+@contextmanager
+def _told() -> Iterator[_Outcome]:
+    """Our own errors are for people: their message, and exit code 1."""
+    outcome = _Outcome()
+    try:
+        yield outcome
+    except SmdistError as error:
+        print(f"smdist: {error}", file=sys.stderr)
+        outcome.code = 1
+    except TimeoutError as error:
+        print(f"smdist: the coordinator does not answer: {error}", file=sys.stderr)
+        outcome.code = 1
+
+
+def _console() -> Console:
+    return Console(highlight=False, soft_wrap=True)
+
+
+def _chosen(ray: Attachment, watch: str) -> list[CoordinatorClient]:
+    if not watch:
+        found = launcher.coordinators(ray)
+        if not found:
+            raise CoordinationError(
+                f"no coordinator on the Ray at {ray.address}: smdist coordinator start --watch URL"
+            )
+        return found
+    url = canonical_url(watch)
+    client = launcher.find(ray, url)
+    if client is None:
+        raise CoordinationError(f"no coordinator for {url} on the Ray at {ray.address}")
+    return [client]
+
+
+def _runs(client: CoordinatorClient, run: str) -> dict[str, RunStatus]:
+    if not run:
+        return client.runs()
+    one = client.status(run)
+    return {one.url: one}
+
+
+def _first_look(client: CoordinatorClient) -> dict[str, RunStatus]:
+    deadline = time.monotonic() + _LOOK_S
+    while True:
+        runs = client.runs()
+        settled = runs and all(one.state not in ("opening", "waiting") for one in runs.values())
+        if settled or time.monotonic() > deadline:
+            return runs
+        time.sleep(0.1)
+
+
+def _follow(console: Console, find: Callable[[], CoordinatorClient | None]) -> None:
+    """Tell what changes until interrupted, or until somebody has stopped the coordinator."""
+    told = dict[str, str]()
+    console.print("following; Ctrl-C ends this command, not the coordinator", markup=False)
+    try:
+        while (client := find()) is not None:
+            for url, one in client.runs().items():
+                line = _headline(one)
+                if told.get(url) != line:
+                    told[url] = line
+                    console.print(line, markup=False)
+            time.sleep(1.0)
+        console.print("the coordinator was stopped", markup=False)
+    except KeyboardInterrupt:
+        console.print("the coordinator goes on", markup=False)
+
+
+# -- what people see -----------------------------------------------------------------------------
+
+
+def _print_start(console: Console, ray: Attachment, address: str, where: Whereabouts) -> None:
+    kind = "a Ray of this user on this machine" if ray.local else "Ray"
+    option = "" if address == "local" else f" --address {shlex.quote(address)}"
+    watch = shlex.quote(where.settings.watch)
+    rows = {
+        "runs on": f"{kind}, {ray.address} (process {where.pid} on {where.host})",
+        "namespace": NAMESPACE,
+        "name": where.name,
+        "watches": f"{where.settings.watch}, every {where.settings.interval_s:g} s",
+        "lost after": f"{where.settings.lost_after_s:g} s without a sign of life",
+        "see": f"smdist coordinator status{option}",
+        "stop": f"smdist coordinator stop{option} --watch {watch}",
+    }
+    table = Table.grid(padding=(0, 2))
+    for name, value in rows.items():
+        table.add_row(Text(name, style="dim"), Text(value, overflow="fold"))
+    console.print(table)
+
+
+def _headline(one: RunStatus) -> str:
+    counts = ", ".join(
+        f"{number} {status}"
+        for attempt in one.attempts[-1:]
+        for status, number in attempt.ranks.items()
+    )
+    parts = [f"{one.run_id or one.url}: {one.state}"]
+    if one.detail:
+        parts.append(one.detail)
+    if counts:
+        parts.append(f"ranks: {counts}")
+    step = one.latest_complete.get("GLOBAL", -1)
+    if step >= 0:
+        parts.append(f"complete up to step {step}")
+    return "; ".join(parts)
+
+
+def _print_status(console: Console, where: Whereabouts, runs: dict[str, RunStatus]) -> None:
+    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(where.since))
+    console.print(
+        f"{where.name} in {NAMESPACE}, process {where.pid} on {where.host} since {since}, "
+        f"watches {where.settings.watch}",
+        markup=False,
+    )
+    if where.trouble:
+        console.print(f"it does not watch: {where.trouble}", style="red", markup=False)
+    if not runs:
+        console.print("no run there yet", markup=False)
+    for one in runs.values():
+        console.print()
+        console.print(f"{one.run_id}  {one.url}", style="bold", markup=False)
+        console.print(_headline(one), markup=False)
+        console.print(
+            f"steps: {one.complete_steps} of {one.steps} complete, last one seen {one.last_step}; "
+            f"snapshot {one.number}; {one.manifests} manifests read",
+            markup=False,
+        )
+        console.print(_rank_table(one))
+        for text in one.troubles:
+            console.print(f"trouble: {text}", style="yellow", markup=False)
+
+
+def _rank_table(one: RunStatus) -> Table:
+    table = Table("rank", "status", "last step", "behind", "last seen", "reason")
+    for line in one.ranks:
+        behind = f"{line.behind_steps} steps, {line.behind_s:.0f} s" if line.behind_steps else ""
+        table.add_row(
+            str(line.rank),
+            Text(line.status, style=_STYLES.get(line.status, "")),
+            str(line.step) if line.step >= 0 else "-",
+            behind,
+            f"{max(0.0, one.time - line.last_seen):.0f} s ago" if line.last_seen else "never",
+            Text(line.reason),
+        )
+    return table

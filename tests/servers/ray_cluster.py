@@ -1,0 +1,219 @@
+"""Real Rays for tests: a head, more nodes on this machine, and drivers in processes of their own.
+
+Every node is `ray start --block` in a session of its own, so that killing one kills just that one
+(`ray stop` would end every Ray of the machine). A driver is a process too: Ray in the tests' own
+would bring its threads, its signal handlers and its warnings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+__all__ = ["Cluster", "Driver", "Node", "environment", "ray_cluster", "start_cluster", "until"]
+
+ROOT = Path(__file__).parents[2]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Of Ray's processes and drivers: nothing is reported to anybody, nothing waits at the end."""
+    inherited = {name: text for name, text in os.environ.items() if not name.startswith("RAY_")}
+    quiet = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }
+    # A node is missed after seconds, not after half a minute.
+    hasty = {
+        "RAY_health_check_initial_delay_ms": "1000",
+        "RAY_health_check_period_ms": "500",
+        "RAY_health_check_timeout_ms": "2000",
+        "RAY_health_check_failure_threshold": "3",
+    }
+    return {**inherited, **quiet, **hasty, **more}
+
+
+def until(condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
+    """What `condition` gives once it is true."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+        time.sleep(0.02)
+    return found
+
+
+class Node:
+    """A raylet with its workers; for a head, the cluster's own processes too."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        folder.mkdir(parents=True)
+        self.folder = folder
+        self.log = folder / "log"
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
+        command += ["--disable-usage-stats", "--log-color=false", "--include-log-monitor=false"]
+        command += [f"--temp-dir={folder}", f"--object-store-memory={80 << 20}"]
+        command += [f"--dashboard-agent-listen-port={free_port()}", *flags]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment(),
+                cwd=folder,
+                start_new_session=True,
+            )
+
+    def wait(self) -> Node:
+        try:
+            until(lambda: self.ended() or "will now block" in self.log.read_text(), "Ray is up", 90)
+            assert not self.ended(), self.log.read_text()
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def processes(self) -> list[int]:
+        found = []
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                fields = path.read_text().rpartition(")")[2].split()
+                if int(fields[3]) == self.process.pid and fields[0] not in "ZX":
+                    found.append(int(path.parent.name))
+        return found
+
+    def kill(self) -> None:
+        """As a machine that loses power: all at once."""
+        while left := self.processes():
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.process.poll()
+            time.sleep(0.01)
+        self.process.wait(10)
+
+
+class Cluster:
+    """A head on free ports, and nodes that were added to it."""
+
+    def __init__(self, *flags: str) -> None:
+        # Ray's sockets lie below: their path is short, pytest's is not.
+        self.folder = Path(tempfile.mkdtemp(prefix="smr-", dir="/tmp"))
+        self.nodes: list[Node] = []
+        self._flags = flags
+        self.start()
+
+    def start(self) -> None:
+        """All over again: another Ray, which knows nothing of the one before."""
+        flags = ["--head", "--port=0", f"--ray-client-server-port={free_port()}"]
+        if not any(flag.startswith("--include-dashboard") for flag in self._flags):
+            flags.append("--include-dashboard=false")
+        if not any(flag.startswith("--num-cpus") for flag in self._flags):
+            flags.append("--num-cpus=0")
+        self.head = Node(self.folder / f"n{len(self.nodes)}", *flags, *self._flags)
+        self.nodes.append(self.head)
+        self.head.wait()
+        self.address = (self.head.folder / "ray_current_cluster").read_text().strip()
+
+    def add_node(self, *flags: str) -> Node:
+        folder = self.folder / f"n{len(self.nodes)}"
+        node = Node(folder, f"--address={self.address}", "--num-cpus=0", *flags)
+        self.nodes.append(node)
+        return node.wait()
+
+    def kill(self) -> None:
+        for node in reversed(self.nodes):
+            node.kill()
+
+    def close(self) -> None:
+        self.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Driver:
+    """A process that is attached to a Ray and does what it is told; see ray_driver.py."""
+
+    def __init__(self, address: str, log: Path) -> None:
+        self.log = log
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.servers.ray_driver", address],
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                text=True,
+                env=environment(PYTHONWARNINGS="ignore"),
+            )
+        self._answer()
+
+    def __call__(self, what: str, **values: Any) -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"what": what, **values}) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the driver ended: {self.log.read_text()[-3000:]}"
+        answer = json.loads(line)
+        if "error" in answer:
+            raise DriverError(answer["error"], answer["message"])
+        return answer["value"]
+
+    def leave(self) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(15)
+        except subprocess.TimeoutExpired:  # its Ray is gone
+            self.process.kill()
+            self.process.wait(10)
+        self.process.stdout.close()
+
+
+class DriverError(Exception):
+    def __init__(self, kind: str, message: str) -> None:
+        self.kind, self.message = kind, message
+        super().__init__(kind, message)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def start_cluster(*flags: str) -> Iterator[Cluster]:
+    cluster = Cluster(*flags)
+    try:
+        yield cluster
+    finally:
+        cluster.close()
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[Cluster]:
+    with start_cluster() as cluster:
+        yield cluster

@@ -5,7 +5,7 @@ from __future__ import annotations
 from smdist.coordination.membership import Disagreement, MissingReason, RankReport, RankStatus
 from smdist.trials.catalogue import StepState
 from smdist.trials.follower import no_refresh
-from smdist.trials.opening import create_trial
+from smdist.trials.opening import LocalTrial, S3Trial, create_trial
 from smdist.trials.report import AttemptInfo, DroppedTensors
 from smdist.trials.tensor import Tensor
 from smdist.trials.trial import Trial
@@ -14,9 +14,11 @@ __all__ = [
     "AttemptInfo",
     "Disagreement",
     "DroppedTensors",
+    "LocalTrial",
     "MissingReason",
     "RankReport",
     "RankStatus",
+    "S3Trial",
     "StepState",
     "Tensor",
     "Trial",

@@ -75,6 +75,12 @@ class Follower:
                 self._described = {info.name: _collection(info) for info in described}
             self.catalogue = advance(self.catalogue, news.facts, news.layouts, time.time())
 
+    refresh_data = refresh
+
+    def maybe_refresh(self, name: str | None = None) -> None:
+        """Move on, unless `no_refresh` or the end of the job says that there is no need."""
+        self.move_on()
+
     def move_on(self) -> bool:
         if self.catalogue.finished or not self.dynamic_refresh:
             return False

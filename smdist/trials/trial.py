@@ -149,6 +149,20 @@ class Trial(Follower):
             of_step[worker_name(found.rank)] = value
         return result
 
+    def inputs(self, step: int, mode: ModeKeys = GLOBAL) -> list[Array]:
+        """What the model was given at a step: the collection `inputs`, in order of its numbers."""
+        return self._batch(step, mode, collection=CollectionKeys.INPUTS)
+
+    def labels(self, step: int, mode: ModeKeys = GLOBAL) -> list[Array]:
+        return self._batch(step, mode, regex="label")
+
+    def predictions(self, step: int, mode: ModeKeys = GLOBAL) -> list[Array]:
+        return self._batch(step, mode, regex="prediction")
+
+    def _batch(self, step: int, mode: ModeKeys, **which: Any) -> list[Array]:
+        names = sorted(self.tensor_names(step=step, mode=mode, **which), key=_by_number)
+        return [self.tensor(name).value(step, mode) for name in names]
+
     def to_dataframe(
         self,
         names: str | Iterable[str] | None = None,
@@ -299,3 +313,8 @@ class Trial(Follower):
     def describe(self) -> str:
         """The run in a few lines, for people."""
         return describe(self.name, self.path, self.catalogue)
+
+
+def _by_number(name: str) -> tuple[str, int]:
+    found = re.fullmatch(r"(.*)_(\d+)", name)
+    return (found[1], int(found[2])) if found else (name, -1)

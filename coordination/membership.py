@@ -232,13 +232,18 @@ def all_step_facts(
     """
     judge = _Judge(attempt, tuple(expected))
     known, sealed = view.attempts.get(attempt, {}), view.sealed.get(attempt, NOTHING)
-    recent: set[StepKey] = set().union(*(rank.steps for rank in known.values()))
+    asked = (
+        view.keys(attempt).union(*(r.drops for r in known.values())) if keys is None else {*keys}
+    )
+    # An intersection costs as much as the smaller of the two.
+    recent: set[StepKey] = set().union(*(rank.steps.keys() & asked for rank in known.values()))
     dropped: dict[StepKey, dict[int, int]] = {}
     for rank in sorted(known):
-        for key, drops in known[rank].drops.items():
-            dropped.setdefault(key, {})[rank] = min(drop.step for _, _, drop in drops)
+        drops = known[rank].drops
+        for key in drops.keys() & asked:
+            dropped.setdefault(key, {})[rank] = min(drop.step for _, _, drop in drops[key])
     found: dict[StepKey, StepFacts] = {}
-    for key in {*recent, *dropped, *sealed.keys()} if keys is None else keys:
+    for key in asked:
         row = row_of(key[1], view.step(attempt, key)) if key in recent else sealed.row(key)
         if row is not None or key in dropped:
             found[key] = judge(key, row, dropped.get(key, {}))

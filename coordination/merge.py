@@ -8,6 +8,10 @@ store.
 Facts of one key never differ in a healthy run. When they do (an object was replaced between two
 reads), the greater one wins in an order that only looks at the facts, which keeps the laws.
 
+Steps lie in two places: `RankView.steps` holds those that were folded of late, `View.sealed` older
+ones in columns (`smdist.coordination.sealed`), and a step may have blocks in both. So ask the view:
+`blocks`, `step`, `keys`.
+
 `merge` copies what it changes and shares the rest. `add` folds into a view that the caller made and
 has not merged or handed out yet, at a cost that depends on the new fact alone.
 """
@@ -19,6 +23,8 @@ from typing import TYPE_CHECKING, Union
 
 import msgspec
 
+from smdist.coordination.blocks import Blocks, StepKey, join_blocks, step_number, with_entry
+from smdist.coordination.sealed import NOTHING, Sealed
 from smdist.coordination.spans import Spans, joined, with_member
 from smdist.identity import ModeKeys
 from smdist.manifest import Dropped, Heartbeat, RankManifest, RankState, Session, StepEntry
@@ -29,9 +35,6 @@ if TYPE_CHECKING:
 __all__ = ["Fact", "Head", "RankView", "StepKey", "View", "World", "add", "fold", "merge"]
 
 Fact = Union[RankManifest, Session, Heartbeat]  # noqa: UP007 (3.10)
-
-StepKey = tuple[int, int]
-"""`(mode, mode_step)`: what a step is, within an attempt."""
 
 _GLOBAL = ModeKeys.GLOBAL.value
 _STATES: dict[str, int] = {"active": 0, "lost": 1, "ended": 2}
@@ -75,12 +78,6 @@ def _greater_head(a: Head | None, b: Head | None) -> Head | None:
     return b if _head_order(b) > _head_order(a) else a
 
 
-def _greater_entry(a: StepEntry, b: StepEntry) -> StepEntry:
-    if a == b:
-        return a
-    return max(a, b, key=lambda entry: (entry.closed, _bytes(entry)))
-
-
 def _greater_session(a: Session | None, b: Session | None) -> Session | None:
     if a is None or b is None or a == b:
         return a or b
@@ -93,22 +90,9 @@ def _greater_heartbeat(a: Heartbeat | None, b: Heartbeat | None) -> Heartbeat | 
     return max(a, b, key=lambda beat: (beat.time, _bytes(beat)))
 
 
-Blocks = tuple[StepEntry, ...]
-
-
-def _with_entry(blocks: Blocks, entry: StepEntry) -> Blocks:
-    """`blocks` with one more, in order of their number; a number occurs once."""
-    if not blocks or blocks[-1].block < entry.block:
-        return (*blocks, entry)
-    by_number = {old.block: old for old in blocks}
-    old = by_number.get(entry.block)
-    by_number[entry.block] = entry if old is None else _greater_entry(old, entry)
-    return tuple(by_number[number] for number in sorted(by_number))
-
-
 @dataclass(slots=True)
 class RankView:
-    """All that is known of one rank in one attempt.
+    """All that is known of one rank in one attempt, but for its sealed steps.
 
     `passed` holds, for each mode, the greatest mode step that the rank has closed, and under
     GLOBAL the greatest global step. `drops` and `troubles` are keyed by manifest and place in it,
@@ -140,15 +124,18 @@ class RankView:
             self.seen,
         )
 
-    def closed(self, key: StepKey) -> bool:
-        return any(entry.closed for entry in self.steps.get(key, ()))
+    def without_steps(self) -> RankView:
+        """All but the recent steps, for who has sealed them."""
+        bare = self.copy()
+        bare.steps = {}
+        return bare
 
     def _insert(self, entry: StepEntry) -> None:
         key = (entry.mode, entry.mode_step)
-        self.steps[key] = _with_entry(self.steps.get(key, ()), entry)
+        self.steps[key] = with_entry(self.steps.get(key, ()), entry)
         if entry.closed:
             passed = self.passed
-            passed[entry.mode] = max(passed.get(entry.mode, -1), _number(entry))
+            passed[entry.mode] = max(passed.get(entry.mode, -1), step_number(entry))
             passed[_GLOBAL] = max(passed.get(_GLOBAL, -1), entry.step)
             self.closed_at = max(self.closed_at, entry.time)
 
@@ -184,13 +171,13 @@ class RankView:
             self.drops[key] = self.drops.get(key, frozenset()) | drops
         self.troubles |= other.troubles
 
-    def _canonical(self) -> object:
+    def _canonical(self, steps: Iterable[Blocks]) -> object:
         return (
             self.session,
             self.heartbeat,
             self.head,
             sorted(map(_bytes, self.worlds)),
-            [blocks for _, blocks in sorted(self.steps.items())],
+            list(steps),
             sorted(self.passed.items()),
             self.closed_at,
             [(key, sorted(map(_bytes, drops))) for key, drops in sorted(self.drops.items())],
@@ -199,15 +186,12 @@ class RankView:
         )
 
 
-def _number(entry: StepEntry) -> int:
-    return entry.step if entry.mode == _GLOBAL else entry.mode_step
-
-
 @dataclass(slots=True)
 class View:
     """Attempt -> rank -> what is known of it. Treat it as a value unless you made it."""
 
     attempts: dict[int, dict[int, RankView]] = field(default_factory=dict)
+    sealed: dict[int, Sealed] = field(default_factory=dict)
 
     @staticmethod
     def of(*facts: Fact) -> View:
@@ -221,11 +205,40 @@ class View:
             for rank, known in sorted(ranks.items()):
                 yield attempt, rank, known
 
+    def blocks(self, attempt: int, rank: int, key: StepKey) -> Blocks:
+        """What `rank` has of the step `key`, in order of time."""
+        known = self.rank(attempt, rank)
+        recent = known.steps.get(key, ()) if known is not None else ()
+        return join_blocks(self.sealed.get(attempt, NOTHING).blocks(key, rank), recent)
+
+    def step(self, attempt: int, key: StepKey) -> dict[int, Blocks]:
+        """What each rank that has anything has of the step `key`."""
+        found = self.sealed.get(attempt, NOTHING).step(key)
+        for rank, known in self.attempts.get(attempt, {}).items():
+            if key in known.steps:
+                found[rank] = join_blocks(found.get(rank, ()), known.steps[key])
+        return found
+
+    def keys(self, attempt: int) -> set[StepKey]:
+        """Steps of which any rank has something stored."""
+        recent = (known.steps for known in self.attempts.get(attempt, {}).values())
+        return set(self.sealed.get(attempt, NOTHING).keys()).union(*recent)
+
     def canonical(self) -> bytes:
         """Equal for equal views, whatever the order in which they were folded."""
         return _bytes(
-            [(attempt, rank, known._canonical()) for attempt, rank, known in self.ranks()]
+            [
+                (attempt, rank, known._canonical(self._steps(attempt, rank, known)))
+                for attempt, rank, known in self.ranks()
+            ]
         )
+
+    def _steps(self, attempt: int, rank: int, known: RankView) -> list[Blocks]:
+        steps = dict(known.steps)
+        for blocks in self.sealed.get(attempt, NOTHING).of_rank(rank):
+            key = (blocks[0].mode, blocks[0].mode_step)
+            steps[key] = join_blocks(blocks, steps.get(key, ()))
+        return [blocks for _, blocks in sorted(steps.items())]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, View) and self.canonical() == other.canonical()
@@ -263,6 +276,27 @@ def merge(a: View, b: View) -> View:
             if old is None:
                 mine[rank] = known
             elif old is not known:
-                mine[rank] = joined = old.copy()
-                joined._join(known)
-    return View(attempts)
+                mine[rank] = both = old.copy()
+                both._join(known)
+    merged = View(attempts, {**b.sealed, **a.sealed})
+    for attempt in a.sealed.keys() & b.sealed.keys():
+        _join_sealed(merged, attempt, a.sealed[attempt], b.sealed[attempt])
+    return merged
+
+
+def _join_sealed(view: View, attempt: int, a: Sealed, b: Sealed) -> None:
+    """Keep the chunks of one; what the other has in other chunks becomes recent again.
+
+    Views that were packed one from the other share nearly all chunks; others are seldom merged.
+    """
+    ours, theirs = a.without(b), b.without(a)
+    if sum(chunk.steps for chunk in ours) < sum(chunk.steps for chunk in theirs):
+        a, ours, theirs = b, theirs, ours
+    view.sealed[attempt] = a
+    ranks = view.attempts[attempt]
+    for chunk in theirs:
+        for rank in chunk.columns.ranks.tolist():
+            ranks[rank] = known = ranks[rank].copy()
+            for blocks in chunk.columns.of_rank(rank):
+                for entry in blocks:
+                    known._insert(entry)

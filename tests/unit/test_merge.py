@@ -9,83 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smdist.coordination.merge import Fact, View, add, fold, merge
-from smdist.manifest import Dropped, Heartbeat, RankManifest, Session, StepEntry
+from smdist.manifest import Dropped, RankManifest, StepEntry
+from tests.view_facts import facts
 
 if TYPE_CHECKING:
     import random
-
-small = st.integers(0, 3)
-times = st.integers(0, 50).map(float)
-includes = st.sampled_from(["one", "all", (0, 2)])
-
-
-@st.composite
-def entries(draw: st.DrawFn) -> StepEntry:
-    mode_step = draw(small)
-    return StepEntry(
-        mode=draw(st.sampled_from([1, 2, 4])),
-        mode_step=mode_step,
-        step=mode_step + draw(st.integers(0, 1)),
-        block=draw(small),
-        closed=draw(st.booleans()),
-        layout=draw(st.sampled_from(["a", "b"])),
-        segment=draw(st.sampled_from(["", "s"])),
-        offset=draw(st.sampled_from([0, 8])),
-        began=0.0,
-        time=draw(times),
-    )
-
-
-drops = st.builds(
-    Dropped,
-    mode=st.sampled_from([1, 2]),
-    mode_step=small,
-    step=small,
-    names=st.just(("x",)),
-    nbytes=small,
-    reason=st.just("full"),
-)
-# Keys are drawn from few values on purpose: facts of one key that differ must not break the laws.
-manifests = st.builds(
-    RankManifest,
-    session=st.sampled_from(["p", "q"]),
-    rank=small,
-    world_size=st.integers(1, 4),
-    attempt=st.integers(0, 1),
-    include_workers=includes,
-    seq=small,
-    first=small,
-    upto=small,
-    state=st.sampled_from(["active", "ended", "lost"]),
-    time=times,
-    steps=st.lists(entries(), max_size=3).map(tuple),
-    dropped=st.lists(drops, max_size=2).map(tuple),
-    troubles=st.lists(st.sampled_from(["t", "u"]), max_size=2).map(tuple),
-    reason=st.sampled_from(["", "killed"]),
-)
-sessions = st.builds(
-    Session,
-    session=st.sampled_from(["p", "q"]),
-    rank=small,
-    world_size=st.integers(1, 4),
-    attempt=st.integers(0, 1),
-    include_workers=includes,
-    started=times,
-    host=st.just("h"),
-    pid=small,
-    launch=st.just(""),
-)
-heartbeats = st.builds(
-    Heartbeat,
-    session=st.just("p"),
-    rank=small,
-    attempt=st.integers(0, 1),
-    time=times,
-    interval_s=st.just(5.0),
-    step=small,
-    pending_bytes=small,
-)
-facts = st.lists(st.one_of(manifests, sessions, heartbeats), max_size=8)
 
 
 @given(facts, st.randoms(use_true_random=False))
@@ -155,8 +83,6 @@ def test_the_state_is_that_of_the_highest_seq_and_blocks_keep_their_order() -> N
     assert known.head is not None
     assert known.head.state == "ended"
     assert [e.block for e in known.steps[1, 0]] == [3, 7]
-    assert known.closed((1, 0))
-    assert not known.closed((1, 1))
 
 
 def test_a_drop_and_a_trouble_said_twice_in_one_manifest_are_two() -> None:

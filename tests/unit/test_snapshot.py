@@ -1,18 +1,35 @@
-"""A view that was packed and loaded is the same view."""
+"""A view that was packed is the same view: whole or in parts, at once or bit by bit."""
 
 from __future__ import annotations
 
-from hypothesis import given
+import pytest
+from hypothesis import HealthCheck, given, settings
 
-from smdist.coordination.merge import Fact, View, fold
+from smdist.coordination import sealed
+from smdist.coordination.membership import all_step_facts, expected_ranks
+from smdist.coordination.merge import Fact, View, add, fold, merge
 from smdist.coordination.snapshot import Packed, load_view, pack
+from smdist.coordination.step_rows import row_of, rows_of, runs_of
+from smdist.errors import CorruptObject
+from smdist.manifest import RankManifest, StepEntry, segment_key
 from smdist.storage import MemoryStore, sync
-from tests.unit.test_merge import facts
+from tests.view_facts import facts, many_steps
+
+small_chunks = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of few steps, so that a few steps make several."""
+    monkeypatch.setattr(sealed, "_LEAST_STEPS", 2)
+    monkeypatch.setattr(sealed, "_MOST_STEPS", 4)
 
 
 def put(store: MemoryStore, packed: Packed) -> None:
     for key, data in packed.objects:
+        assert key not in store.objects
         sync.run(store.put(key, [data]))
+    assert packed.head_key not in store.objects
     sync.run(store.put(packed.head_key, [packed.head]))
 
 
@@ -31,6 +48,14 @@ def packed_of(view: View, previous: Packed | None = None, number: int = 1) -> Pa
     )
 
 
+def loaded(store: MemoryStore, packed: Packed) -> View:
+    return sync.run(load_view(store, packed.pointer)).view
+
+
+def sealed_view(some: list[Fact]) -> View:
+    return packed_of(fold(some)).view
+
+
 @given(facts)
 def test_what_was_packed_is_loaded_as_it_was(some: list[Fact]) -> None:
     view = fold(some)
@@ -38,5 +63,152 @@ def test_what_was_packed_is_loaded_as_it_was(some: list[Fact]) -> None:
     packed = packed_of(view)
     store = MemoryStore()
     put(store, packed)
-    assert packed.view.canonical() == before
-    assert sync.run(load_view(store, packed.pointer)).view.canonical() == before
+    assert view.canonical() == packed.view.canonical() == before
+    assert loaded(store, packed).canonical() == before
+
+
+@small_chunks
+@given(many_steps, many_steps, many_steps)
+def test_bit_by_bit_and_after_restarts_is_at_once(
+    tiny: None, a: list[Fact], b: list[Fact], c: list[Fact]
+) -> None:
+    store = MemoryStore()
+    view, previous = View(), None
+    for number, bit in enumerate([a, b, c, c]):
+        for fact in bit:
+            add(view, fact)
+        previous = packed_of(view, previous, number)
+        put(store, previous)
+        assert all(key in store.objects for key in previous.chunks)
+        view = previous.view if number != 1 else loaded(store, previous)
+    expected = fold([*a, *b, *c]).canonical()
+    assert view.canonical() == expected
+    assert previous is not None
+    assert loaded(store, previous).canonical() == expected
+
+
+@given(facts, facts)
+def test_the_laws_hold_for_sealed_steps(some: list[Fact], others: list[Fact]) -> None:
+    a, b = sealed_view(some), sealed_view(others)
+    whole = fold([*some, *others]).canonical()
+    before = a.canonical(), b.canonical()
+    assert merge(a, b).canonical() == merge(b, a).canonical() == whole
+    assert merge(a, fold(others)).canonical() == merge(fold(some), b).canonical() == whole
+    assert merge(a, a).canonical() == a.canonical()
+    assert packed_of(merge(a, b)).view.canonical() == whole
+    assert (a.canonical(), b.canonical()) == before
+
+
+@given(facts, facts, facts)
+def test_grouping_does_not_matter_for_sealed_steps(
+    a: list[Fact], b: list[Fact], c: list[Fact]
+) -> None:
+    va, vb, vc = sealed_view(a), sealed_view(b), sealed_view(c)
+    whole = fold([*a, *b, *c]).canonical()
+    assert merge(merge(va, vb), vc).canonical() == whole
+    assert merge(va, merge(vb, vc)).canonical() == whole
+
+
+@given(facts, facts)
+def test_sealed_steps_are_judged_like_others(some: list[Fact], late: list[Fact]) -> None:
+    plain = fold([*some, *late])
+    overlaid = sealed_view(some)
+    for fact in late:
+        add(overlaid, fact)
+    again = packed_of(overlaid).view
+    for attempt in plain.attempts:
+        ranks = expected_ranks(plain, attempt)
+        expected = all_step_facts(plain, attempt, ranks)
+        assert all_step_facts(overlaid, attempt, ranks) == expected
+        assert all_step_facts(again, attempt, ranks) == expected
+        assert set(expected) >= plain.keys(attempt) == again.keys(attempt)
+
+
+@given(many_steps)
+def test_rows_of_columns_are_those_of_their_blocks(some: list[Fact]) -> None:
+    for of_attempt in sealed_view(some).sealed.values():
+        for chunk in of_attempt.chunks:
+            columns = chunk.columns
+            rows = [row_of(n, columns.step(n)) for n in columns.mode_steps.tolist()]
+            assert columns.rows() == rows == list(rows_of(runs_of(rows)))
+            for row in rows:
+                for rank, blocks in columns.step(row.mode_step).items():
+                    assert columns.blocks(row.mode_step, rank) == blocks
+
+
+def manifest(rank: int, step: int, seq: int | None = None) -> RankManifest:
+    number = step if seq is None else seq
+    key = segment_key(f"worker_{rank}", 0, number, f"{rank:04x}")
+    entry = StepEntry(1, step, step, step * 3, True, "l", key, 512, 1.0 * step, step + 0.5)
+    name = f"0.{rank}"
+    return RankManifest(
+        name, rank, 8, 0, "all", number, step, step + 1, "active", 1.0 + step, (entry,)
+    )
+
+
+def test_only_the_chunks_that_change_are_written_again(tiny: None) -> None:
+    view, previous = View(), None
+    for step in range(20):
+        for rank in range(8):
+            if (rank, step) != (5, 3):
+                add(view, manifest(rank, step))
+        packed = packed_of(view, previous, step)
+        assert len(packed.objects) == 1
+        assert len(packed.replaced) == (step % 4 != 0)
+        view, previous = packed.view, packed
+    assert previous is not None
+    assert len(previous.chunks) == 5
+    add(view, manifest(5, 3, seq=99))
+    late = packed_of(view, previous, 21)
+    assert (len(late.objects), len(late.chunks), len(late.replaced)) == (1, 5, 1)
+    assert len(packed_of(late.view, late, 22).objects) == 0
+    for key in sorted(late.view.keys(0)):
+        assert list(late.view.step(0, key)) == list(range(8))
+    assert all(not known.steps for _, _, known in late.view.ranks())
+
+
+def test_a_head_of_regular_steps_does_not_grow_with_them() -> None:
+    sizes = []
+    for steps in (10, 1000):
+        view = fold(manifest(rank, step) for rank in range(4) for step in range(steps))
+        sizes.append(len(packed_of(view).head))
+    assert sizes[1] < sizes[0] + 200
+
+
+def test_what_was_never_put_is_packed_again() -> None:
+    view = fold(manifest(rank, 0) for rank in range(3))
+    lost = packed_of(view)
+    again = packed_of(lost.view, None, 2)
+    assert dict(again.objects) == dict(lost.objects)
+
+
+@pytest.mark.parametrize("at", [0, 100, -1])
+def test_a_damaged_chunk_is_refused(at: int) -> None:
+    store = MemoryStore()
+    packed = packed_of(fold([manifest(0, 0), manifest(1, 0)]))
+    put(store, packed)
+    (key,) = packed.chunks
+    data = bytearray(store.objects[key])
+    data[at] ^= 0x5A
+    store.objects[key] = bytes(data)
+    with pytest.raises(CorruptObject, match="steps"):
+        loaded(store, packed)
+
+
+def test_a_head_that_is_none_is_refused() -> None:
+    store = MemoryStore()
+    packed = packed_of(fold([manifest(0, 0)]))
+    store.objects[packed.head_key] = b"{}"
+    with pytest.raises(CorruptObject, match="heads"):
+        loaded(store, packed)
+
+
+def test_chunks_open_with_the_official_reader() -> None:
+    from safetensors.numpy import load
+
+    view = fold(manifest(rank, step) for rank in range(3) for step in range(5))
+    ((_, data),) = packed_of(view).objects
+    arrays = load(bytes(data))
+    assert arrays["ranks"].tolist() == [0, 1, 2]
+    assert arrays["mode_steps"].tolist() == [0, 1, 2, 3, 4]
+    assert arrays["cells.time"].shape == (5, 3)

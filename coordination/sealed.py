@@ -1,0 +1,197 @@
+"""Steps of an attempt in immutable chunks, each a range of steps of one mode over all ranks.
+
+What each step is over all ranks is known without its chunk (`ChunkRef.runs`); the columns are in
+memory, or fetched through a source when an entry is asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from smdist.coordination.blocks import Blocks, StepKey
+from smdist.coordination.building import empty, extended, pieces
+from smdist.coordination.chunk_file import to_bytes
+from smdist.coordination.step_rows import StepRow, StepRun, rows_of, runs_of
+
+if TYPE_CHECKING:
+    from smdist.coordination.columns import Columns
+
+__all__ = ["NOTHING", "Chunk", "ChunkRef", "Fetch", "Recent", "Sealed", "Sealing", "seal"]
+
+# Of a chunk: a megabyte or two for many ranks, and not too many chunks for few.
+_CELLS = 1 << 16
+_LEAST_STEPS, _MOST_STEPS = 16, 4096
+
+Recent = Mapping[StepKey, Mapping[int, Blocks]]
+"""Step -> rank -> blocks."""
+
+
+class ChunkRef(msgspec.Struct, frozen=True, array_like=True):
+    key: str
+    nbytes: int
+    mode: int
+    runs: tuple[StepRun, ...]
+
+
+Fetch = Callable[[ChunkRef], "Columns"]
+"""The columns of a chunk, from wherever they are kept. Raises what reading raises."""
+
+
+class Chunk:
+    """`columns`, or the `fetch` that gets them each time: it is for that to remember them."""
+
+    def __init__(
+        self, attempt: int, ref: ChunkRef, columns: Columns | None, fetch: Fetch | None = None
+    ) -> None:
+        self.attempt, self.ref = attempt, ref
+        self._columns, self._fetch = columns, fetch
+
+    @property
+    def stored(self) -> bool:
+        """It came from a store."""
+        return self._fetch is not None
+
+    @property
+    def columns(self) -> Columns:
+        if self._columns is not None:
+            return self._columns
+        if self._fetch is None:
+            raise LookupError(f"{self.ref.key} was not loaded")
+        return self._fetch(self.ref)
+
+    @cached_property
+    def rows(self) -> dict[int, StepRow]:
+        """By mode step, in order."""
+        return {row.mode_step: row for row in rows_of(self.ref.runs)}
+
+    @property
+    def first(self) -> StepKey:
+        return (self.ref.mode, self.ref.runs[0].mode_step)
+
+    @cached_property
+    def last(self) -> StepKey:
+        run = self.ref.runs[-1]
+        return (self.ref.mode, run.mode_step + (run.count - 1) * run.mode_stride)
+
+    @cached_property
+    def steps(self) -> int:
+        return sum(run.count for run in self.ref.runs)
+
+
+class Sealed:
+    """Chunks of one attempt; their ranges do not overlap."""
+
+    def __init__(self, chunks: Iterable[Chunk] = ()) -> None:
+        self.chunks = tuple(sorted(chunks, key=lambda chunk: chunk.first))
+        self._firsts = [chunk.first for chunk in self.chunks]
+
+    def __bool__(self) -> bool:
+        return bool(self.chunks)
+
+    def chunk(self, key: StepKey) -> Chunk | None:
+        """The chunk that has the step `key`."""
+        place = bisect_right(self._firsts, key) - 1
+        if place < 0:
+            return None
+        chunk = self.chunks[place]
+        return chunk if chunk.ref.mode == key[0] and key[1] in chunk.rows else None
+
+    def row(self, key: StepKey) -> StepRow | None:
+        chunk = self.chunk(key)
+        return None if chunk is None else chunk.rows[key[1]]
+
+    def keys(self) -> Iterator[StepKey]:
+        for chunk in self.chunks:
+            for mode_step in chunk.rows:
+                yield (chunk.ref.mode, mode_step)
+
+    def blocks(self, key: StepKey, rank: int) -> Blocks:
+        chunk = self.chunk(key)
+        return () if chunk is None else chunk.columns.blocks(key[1], rank)
+
+    def step(self, key: StepKey) -> dict[int, Blocks]:
+        chunk = self.chunk(key)
+        return {} if chunk is None else chunk.columns.step(key[1])
+
+    def of_rank(self, rank: int) -> Iterator[Blocks]:
+        for chunk in self.chunks:
+            yield from chunk.columns.of_rank(rank)
+
+    def without(self, others: Sealed) -> list[Chunk]:
+        """The chunks that `others` has not."""
+        known = {chunk.ref.key for chunk in others.chunks}
+        return [chunk for chunk in self.chunks if chunk.ref.key not in known]
+
+
+NOTHING = Sealed()
+
+
+class Sealing(NamedTuple):
+    sealed: Sealed
+    made: tuple[tuple[Chunk, bytes], ...]
+
+
+def seal(attempt: int, sealed: Sealed, recent: Recent, prefix: str) -> Sealing:
+    """`sealed` with the blocks of `recent` in it. Chunks that do not change are kept as they are.
+
+    `prefix` begins the keys of new chunks. The rest of a key says what is in it, by content too.
+    """
+    targets: dict[Chunk | int, dict[int, Mapping[int, Blocks]]] = {}
+    for key, blocks in sorted(recent.items()):
+        targets.setdefault(_target(sealed, key), {})[key[1]] = blocks
+    kept = dict.fromkeys(sealed.chunks)
+    made: list[tuple[Chunk, bytes]] = []
+    for target, news in targets.items():
+        if isinstance(target, Chunk):
+            old = target.columns
+            new = extended(old, news)
+            if new is old:
+                continue
+            del kept[target]
+            tail = _is_tail(sealed, target)
+        else:
+            new, tail = extended(empty(attempt, target), news), True
+        most = _most_steps(len(new.ranks))
+        split = len(new.mode_steps) > (most if tail else 2 * most)
+        made += [_made(part, prefix) for part in (pieces(new, most) if split else [new])]
+    return Sealing(Sealed([*kept, *(chunk for chunk, _ in made)]), tuple(made))
+
+
+def _most_steps(ranks: int) -> int:
+    return max(_LEAST_STEPS, min(_MOST_STEPS, _CELLS // max(1, ranks)))
+
+
+def _target(sealed: Sealed, key: StepKey) -> Chunk | int:
+    """The chunk into which a step goes, or its mode when it begins a new one."""
+    mode = key[0]
+    place = bisect_right(sealed._firsts, key) - 1
+    if place < 0 or sealed.chunks[place].ref.mode != mode:
+        place += 1  # before the first chunk of its mode
+        if place == len(sealed.chunks) or sealed.chunks[place].ref.mode != mode:
+            return mode
+    chunk = sealed.chunks[place]
+    if key > chunk.last and _is_tail(sealed, chunk):
+        ranks = chunk.rows[chunk.last[1]].ranks
+        if chunk.steps >= _most_steps(sum(stop - start for start, stop in ranks)):
+            return mode
+    return chunk
+
+
+def _is_tail(sealed: Sealed, chunk: Chunk) -> bool:
+    place = bisect_right(sealed._firsts, chunk.first)
+    return place == len(sealed.chunks) or sealed.chunks[place].ref.mode != chunk.ref.mode
+
+
+def _made(columns: Columns, prefix: str) -> tuple[Chunk, bytes]:
+    data = to_bytes(columns)
+    digest = hashlib.blake2b(data, digest_size=8).hexdigest()
+    first = int(columns.mode_steps[0])
+    key = f"{prefix}-{columns.attempt:06d}-{columns.mode}-{first:010d}-{digest}.safetensors"
+    ref = ChunkRef(key, len(data), columns.mode, runs_of(columns.rows()))
+    return Chunk(columns.attempt, ref, columns), data

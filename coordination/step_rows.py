@@ -1,0 +1,110 @@
+"""What a step of an attempt is over all ranks, without its blocks, and runs of such steps.
+
+A `StepRow` is enough for every question about steps. Rows of a usual job repeat themselves with a
+stride, so a thousand of them are one `StepRun`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from smdist.coordination.blocks import Blocks
+from smdist.coordination.spans import Spans, spans_of
+
+__all__ = ["StepRow", "StepRun", "row_of", "rows_of", "runs_of"]
+
+
+class StepRow(NamedTuple):
+    """`step` is the global number that the lowest rank gave it, `numbers` are all of them with
+    their ranks when they differ. `ranks` have something of it, `open` of them have not closed it.
+    `planned` false: every rank closed it, and nothing was due on any."""
+
+    mode_step: int
+    step: int
+    ranks: Spans
+    layouts: tuple[str, ...]
+    open: Spans = ()
+    planned: bool = True
+    numbers: tuple[tuple[int, Spans], ...] = ()
+
+
+class StepRun(msgspec.Struct, frozen=True, array_like=True):
+    """`count` rows; `mode_step` and `step` of each are that much more than those of the last."""
+
+    mode_step: int
+    mode_stride: int
+    step: int
+    step_stride: int
+    count: int
+    ranks: Spans
+    layouts: tuple[str, ...]
+    open: Spans = ()
+    planned: bool = True
+    numbers: tuple[tuple[int, Spans], ...] = ()
+
+    def rows(self) -> Iterator[StepRow]:
+        same = (self.ranks, self.layouts, self.open, self.planned, self.numbers)
+        for i in range(self.count):
+            yield StepRow(
+                self.mode_step + i * self.mode_stride, self.step + i * self.step_stride, *same
+            )
+
+
+def rows_of(runs: Iterable[StepRun]) -> Iterator[StepRow]:
+    for run in runs:
+        yield from run.rows()
+
+
+def runs_of(rows: Sequence[StepRow]) -> tuple[StepRun, ...]:
+    found: list[StepRun] = []
+    begin = 0
+    while begin < len(rows):
+        end, strides = _run_end(rows, begin)
+        first = rows[begin]
+        found.append(
+            StepRun(first.mode_step, strides[0], first.step, strides[1], end - begin, *first[2:])
+        )
+        begin = end
+    return tuple(found)
+
+
+def _run_end(rows: Sequence[StepRow], begin: int) -> tuple[int, tuple[int, int]]:
+    first, end, strides = rows[begin], begin + 1, (0, 0)
+    if first.numbers:
+        return end, strides
+    while end < len(rows) and rows[end][2:] == first[2:]:
+        before = rows[end - 1]
+        found = (rows[end].mode_step - before.mode_step, rows[end].step - before.step)
+        if end > begin + 1 and found != strides:
+            break
+        strides = found
+        end += 1
+    return end, strides
+
+
+def row_of(mode_step: int, blocks: Mapping[int, Blocks]) -> StepRow:
+    """The row of a step with these blocks, of at least one rank."""
+    numbers: dict[int, list[int]] = {}
+    layouts: set[str] = set()
+    unclosed: list[int] = []
+    planned = False
+    for rank in sorted(blocks):
+        of_rank = blocks[rank]
+        numbers.setdefault(of_rank[0].step, []).append(rank)
+        layouts.update(entry.layout for entry in of_rank if entry.layout)
+        closings = [entry.planned for entry in of_rank if entry.closed]
+        planned = planned or not closings or any(closings)
+        if not closings:
+            unclosed.append(rank)
+    return StepRow(
+        mode_step,
+        next(iter(numbers)),
+        spans_of(blocks),
+        tuple(sorted(layouts)),
+        spans_of(unclosed),
+        planned,
+        tuple((n, spans_of(r)) for n, r in numbers.items()) if len(numbers) > 1 else (),
+    )

@@ -152,6 +152,7 @@ class Follow:
     _changed_at: float = 0.0
     _summaries: bool = True
     _errors: int = 0
+    _looked: bool = False  # for more ranks, since the last one has said its last word
 
     # -- where it stands -------------------------------------------------------------------------
 
@@ -183,9 +184,10 @@ class Follow:
 
     @property
     def settled(self) -> bool:
-        """Every rank has said its last word, and all that they named was read."""
+        """Every rank has said its last word, all that they named was read, and none came since."""
         tracks = self.tracks.values()
-        return bool(tracks) and all(t.final and t.farewell for t in tracks) and not self._wanted
+        done = bool(tracks) and all(t.final and t.farewell for t in tracks)
+        return done and self._looked and not self._wanted
 
     @property
     def failing(self) -> bool:
@@ -265,6 +267,7 @@ class Follow:
             self.troubles["sessions/"] = f"sessions cannot be listed: {error}"
             self._discover_at = now + rhythm.discover_s
             return
+        self._looked = True
         self._summaries = False  # who comes from now on is alive
         self.troubles.pop("sessions/", None)
         if fresh:
@@ -326,6 +329,7 @@ class Follow:
         self.troubles.pop(track.key(0), None)
         if track.final:
             self._changed_at = self.now()  # a job that restarts does it soon
+            self._discover_at, self._looked = 0.0, False
 
     async def _window(self, track: Track, found: Found) -> bool:
         """Ask for the next manifests; whether more of them are to be expected right away."""

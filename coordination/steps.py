@@ -14,9 +14,9 @@ from smdist.coordination.membership import (
     RankReport,
     RankStatus,
     StepFacts,
+    all_step_facts,
     expected_ranks,
     missing_ranks,
-    step_facts,
 )
 from smdist.coordination.merge import StepKey, View
 from smdist.coordination.status import StepReport
@@ -66,14 +66,24 @@ class StepBook:
             if expected != self._expected.get(attempt):
                 self._expected[attempt] = expected
                 keys = set(own)
-            for key in keys:
-                old = self._facts.get(key)
-                if old is None or old.attempt <= attempt:
-                    self._set(key, old, step_facts(view, attempt, key, expected))
+            if keys:
+                self._judge(view, attempt, keys)
 
-    def _set(self, key: StepKey, old: StepFacts | None, new: StepFacts | None) -> None:
-        if new is None:
-            return
+    def load(self, view: View) -> None:
+        """All that `view` knows, into an empty book."""
+        for attempt in sorted(view.attempts):
+            self._expected[attempt] = expected_ranks(view, attempt)
+            self._judge(view, attempt, None)
+
+    def _judge(self, view: View, attempt: int, keys: set[StepKey] | None) -> None:
+        found = all_step_facts(view, attempt, self._expected[attempt], keys)
+        self._keys.setdefault(attempt, set()).update(found)
+        for key, facts in found.items():
+            old = self._facts.get(key)
+            if old is None or old.attempt <= attempt:
+                self._set(key, old, facts)
+
+    def _set(self, key: StepKey, old: StepFacts | None, new: StepFacts) -> None:
         share = self._shared.setdefault
         new = replace(new, ranks=share(new.ranks, new.ranks), absent=share(new.absent, new.absent))
         if old is not None and old.step != new.step:

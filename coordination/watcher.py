@@ -155,7 +155,7 @@ class Watcher:
             self._trouble = f"snapshot {pointer.number} cannot be read, all is read anew: {error}"
             return
         self._view, self._book = loaded.view, StepBook()
-        self._book.update(self._view, _all_keys(self._view))
+        self._book.load(self._view)
         self._follow.adopt(self._view, loaded.layouts, self._book.layouts())
 
     async def turn(self) -> bool:
@@ -258,10 +258,18 @@ class Watcher:
         now, view, follow = self._now(), self._view, self._follow
         if not finished(view, now, self._patience):
             return False
-        if follow.settled:
-            return True
-        heard = max((track.heard_at for track in follow.tracks.values()), default=now)
-        return now - heard > _GIVE_UP * self._patience.lost_after_s
+        silence = now - max((track.heard_at for track in follow.tracks.values()), default=now)
+        if not follow.settled:
+            return silence > _GIVE_UP * self._patience.lost_after_s
+        newest = view.attempts[max(view.attempts)]
+        heads = [known.head for known in newest.values()]
+        clean = all(head and head.state == "ended" and not head.reason for head in heads)
+        # A job that failed may be started again at once, by torchrun for example.
+        return (clean and not self._absent()) or silence > self._patience.lost_after_s
+
+    def _absent(self) -> bool:
+        newest = max(self._view.attempts)
+        return not set(expected_ranks(self._view, newest)) <= set(self._view.attempts[newest])
 
     async def _write(self) -> bool:
         now, tenure = self._now(), self._tenure
@@ -385,13 +393,6 @@ class Watcher:
             hints=self._follow.hints,
             troubles=tuple(troubles),
         )
-
-
-def _all_keys(view: View) -> dict[int, set[StepKey]]:
-    return {
-        attempt: {key for known in ranks.values() for key in (*known.steps, *known.drops)}
-        for attempt, ranks in view.attempts.items()
-    }
 
 
 def _attempt(view: View, attempt: int, reports: dict[int, RankReport]) -> AttemptLine:

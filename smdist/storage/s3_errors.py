@@ -218,10 +218,10 @@ def _text(location: S3Location, endpoint: str, operation: str, fault: Fault) -> 
         rights = _RIGHTS.get(operation, "more rights")
         return f"{bucket}: {fault.code}: these credentials may not do that; they need {rights}"
     if fault.code == "SSLError":
-        return f"{_host(endpoint)}: no secure connection; check the certificate or AWS_CA_BUNDLE"
+        return f"{bucket}: no secure connection; check the certificate or AWS_CA_BUNDLE"
     if fault.kind == "unreachable":
         why = f" ({fault.detail})" if fault.detail else ""
-        return f"{_host(endpoint)} cannot be reached{why}; check the endpoint and the network"
+        return f"{bucket} cannot be reached{why}; check the endpoint and the network"
     if fault.kind == "expired":
         return f"{bucket}: {fault.code}: the credentials have expired and there are no newer; renew them"
     if fault.kind == "full":

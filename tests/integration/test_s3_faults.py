@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.leaks import assert_no_secret, no_leaks
 from tests.faults.proxy import Answer, FaultProxy, Latency, proxied
 from tests.integration.rig import until
 from tests.integration.s3_jobs import Ran, assert_equals_copies, run_job, start_job
-from tests.servers.s3 import SECRET, Server, aws, rclone
+from tests.servers.s3 import Server, aws, rclone
 
-__all__ = ["aws", "rclone"]  # fixtures
+__all__ = ["aws", "no_leaks", "rclone"]  # fixtures
 
-pytestmark = [pytest.mark.s3, pytest.mark.usefixtures("aws")]
+pytestmark = [pytest.mark.s3, pytest.mark.usefixtures("aws", "no_leaks")]
 
 OUTAGE_S = float(os.environ.get("SMDIST_TEST_OUTAGE_S", "5"))
 
@@ -80,4 +81,4 @@ def test_an_outage_in_the_middle_of_a_job(bucket: str, proxy: FaultProxy, tmp_pa
     (steps,) = ran.told("steps")
     assert steps > 50
     assert_equals_copies(url, ran, ranks=1, steps=steps)
-    assert SECRET not in ran.errors
+    assert_no_secret(ran.errors)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
-import subprocess
 import time
-import traceback
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -25,17 +23,17 @@ from smdist.errors import (
     StoreForbidden,
 )
 from smdist.workers.capture import Usage
+from tests.faults.leaks import WRONG, assert_no_secret, assert_told_without_secret, no_leaks
 from tests.faults.proxy import Answer, FaultProxy, HalfOpen, proxied
 from tests.integration.rig import until
 from tests.integration.torch_jobs import EVERY_STEP, Net, train
-from tests.servers.s3 import SECRET, Server, add_user, aws, enforce_rights, moto, rclone
+from tests.servers.s3 import SECRET, TOKEN, Server, add_user, aws, enforce_rights, moto, rclone
 
-__all__ = ["aws", "moto", "rclone"]  # fixtures
+__all__ = ["aws", "moto", "no_leaks", "rclone"]  # fixtures
 
-pytestmark = [pytest.mark.s3, pytest.mark.usefixtures("aws")]
+pytestmark = [pytest.mark.s3, pytest.mark.usefixtures("aws", "no_leaks")]
 
 SECONDS = 20.0  # an answer within seconds, on a machine that is busy with other tests
-WRONG = "wrong/Secret+that.must=not&appear"
 
 
 @pytest.fixture
@@ -49,37 +47,53 @@ def proxy(rclone: Server) -> Iterator[FaultProxy]:
         yield proxy
 
 
-def refused(url: str, kind: type[SmdistError], words: str, **settings: object) -> None:
-    began = time.monotonic()
-    with pytest.raises(kind, match=words) as caught:
-        smd.Hook(url, **settings)  # type: ignore[arg-type]
-    assert time.monotonic() - began < SECONDS
-    text = "".join(traceback.format_exception(caught.value))
-    for secret in (SECRET, WRONG, os.environ["AWS_SECRET_ACCESS_KEY"]):
-        assert secret not in text
+Refused = Callable[..., None]
 
 
-def test_a_wrong_secret(rclone: Server, bucket: str, aws: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def refused(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> Refused:
+    """A hook is refused within seconds, and no secret is in what it says, logs or prints."""
+
+    def refused(url: str, kind: type[SmdistError], words: str, **settings: Any) -> None:
+        began = time.monotonic()
+        with pytest.raises(kind, match=words) as caught:
+            smd.Hook(url, **settings)
+        assert time.monotonic() - began < SECONDS
+        assert_no_secret(caught.value, *capfd.readouterr(), caplog.text)
+        if isinstance(caught.value, StoreError):
+            assert "''" not in str(caught.value), "an empty key says nothing"
+            assert url.removeprefix("s3://").split("/")[0] in caught.value.detail, "the bucket"
+            assert caught.value.operation in str(caught.value)
+
+    return refused
+
+
+def test_a_wrong_secret(
+    rclone: Server, bucket: str, aws: pytest.MonkeyPatch, refused: Refused
+) -> None:
     aws.setenv("AWS_SECRET_ACCESS_KEY", WRONG)
     refused(rclone.url(bucket), StoreForbidden, "secret access key is not the one")
 
 
-def test_an_unknown_key(rclone: Server, bucket: str, aws: pytest.MonkeyPatch) -> None:
+def test_an_unknown_key(
+    rclone: Server, bucket: str, aws: pytest.MonkeyPatch, refused: Refused
+) -> None:
     aws.setenv("AWS_ACCESS_KEY_ID", "NOBODY")
     refused(rclone.url(bucket), StoreForbidden, "does not know this access key")
 
 
 @pytest.mark.parametrize("name", ["rclone", "moto"])
-def test_a_missing_bucket(name: str, request: pytest.FixtureRequest) -> None:
+def test_a_missing_bucket(name: str, request: pytest.FixtureRequest, refused: Refused) -> None:
     server: Server = request.getfixturevalue(name)
     refused(server.url("nowhere-at-all"), StoreError, "there is no such bucket")
 
 
-def test_read_only_credentials(moto: Server, aws: pytest.MonkeyPatch) -> None:
+def test_read_only_credentials(moto: Server, aws: pytest.MonkeyPatch, refused: Refused) -> None:
     bucket = moto.make_bucket(f"hook-{uuid.uuid4().hex[:12]}")
     key, secret = add_user(moto, uuid.uuid4().hex, ["s3:GetObject", "s3:ListBucket"])
     aws.setenv("AWS_ACCESS_KEY_ID", key)
     aws.setenv("AWS_SECRET_ACCESS_KEY", secret)
+    aws.delenv("AWS_SESSION_TOKEN", raising=False)
     with enforce_rights(moto):
         refused(moto.url(bucket), StoreForbidden, "can be read but not written")
 
@@ -92,7 +106,7 @@ def test_no_credentials_at_all(rclone: Server, bucket: str, aws: pytest.MonkeyPa
     assert secret not in str(caught.value)
 
 
-def test_an_endpoint_where_nobody_listens(bucket: str) -> None:
+def test_an_endpoint_where_nobody_listens(bucket: str, refused: Refused) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -103,13 +117,13 @@ def test_an_endpoint_where_nobody_listens(bucket: str) -> None:
     )
 
 
-def test_an_endpoint_that_says_nothing(bucket: str, proxy: FaultProxy) -> None:
+def test_an_endpoint_that_says_nothing(bucket: str, proxy: FaultProxy, refused: Refused) -> None:
     proxy.inject(HalfOpen())
     refused(proxy.url(bucket), StoreError, "no answer|failed|Timeout")
 
 
 def test_before_the_ranks_are_known_too(
-    rclone: Server, bucket: str, aws: pytest.MonkeyPatch
+    rclone: Server, bucket: str, aws: pytest.MonkeyPatch, refused: Refused
 ) -> None:
     aws.setenv("AWS_SECRET_ACCESS_KEY", WRONG)
     refused(rclone.url(bucket), StoreForbidden, "secret access key", include_workers="all")
@@ -122,12 +136,12 @@ def test_a_rank_that_does_not_save_asks_nobody(bucket: str, proxy: FaultProxy) -
     assert proxy.requests == []
 
 
-def test_urls_that_cannot_be_meant(bucket: str) -> None:
+def test_urls_that_cannot_be_meant(bucket: str, refused: Refused) -> None:
     refused(str(Path(f"s3://{bucket}/run")), ConfigurationError, "lost a slash")
     refused(f"s3://{bucket}/run?endpoint=http://x", ConfigurationError, "endpoint_url")
 
 
-def test_a_run_that_is_there_already(rclone: Server, bucket: str) -> None:
+def test_a_run_that_is_there_already(rclone: Server, bucket: str, refused: Refused) -> None:
     url = rclone.url(bucket)
     for _ in range(2):
         settings: dict[str, Any] = {
@@ -148,12 +162,10 @@ def test_a_run_that_is_there_already(rclone: Server, bucket: str) -> None:
 def test_a_store_that_refuses_is_told_once_and_waited_for(
     bucket: str,
     proxy: FaultProxy,
-    caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
     url = proxy.url(bucket)
-    caplog.set_level(logging.DEBUG)
     hook = smd.Hook(
         url,
         save_config=EVERY_STEP,
@@ -178,7 +190,7 @@ def test_a_store_that_refuses_is_told_once_and_waited_for(
     assert f"bucket {bucket!r}" in message
     assert "they need s3:PutObject" in message
     assert "of 8 steps" in message
-    _holds_no_secret(spool.parent)
+    assert_told_without_secret(spool.parent)
     said = capfd.readouterr().err
     assert said.count("AccessDenied") == 1, said
     assert f"{bucket}" in said
@@ -187,7 +199,7 @@ def test_a_store_that_refuses_is_told_once_and_waited_for(
     until(lambda: not spool.exists(), "the uploader to finish by itself")
     said += capfd.readouterr().err
     assert "the store works again" in said
-    assert SECRET not in said + message + caplog.text
+    assert_no_secret(said, message)
     with smd.create_trial(url) as trial:
         assert trial.steps() == list(range(8))
 
@@ -198,13 +210,12 @@ def _usage(hook: smd.Hook) -> Usage:
     return usage
 
 
-def _holds_no_secret(spool: Path) -> None:
-    for path in spool.rglob("*"):
-        if path.is_file():
-            assert SECRET.encode() not in path.read_bytes(), path
-    commands = subprocess.run(
-        ["ps", "axww", "-o", "args"], capture_output=True, text=True, check=True
-    ).stdout
-    mine = [line for line in commands.splitlines() if "smdist" in line and "rclone" not in line]
-    assert any(spool.name in line for line in mine), "the uploader is at work"
-    assert not [line for line in mine if SECRET in line]
+@pytest.mark.parametrize("shape", [str, quote, lambda text: text[:15], lambda text: f"k={text!r}"])
+def test_a_secret_would_be_seen(shape: Callable[[str], str], tmp_path: Path) -> None:
+    for secret in (SECRET, WRONG, TOKEN):
+        leak = tmp_path / "log"
+        leak.write_text(f"before {shape(secret)} after")
+        for place in (tmp_path, leak.read_text(), ValueError(leak.read_text())):
+            with pytest.raises(AssertionError, match="holds a secret"):
+                assert_no_secret(place)
+        leak.unlink()

@@ -14,13 +14,14 @@ from smdist import create_trial
 from smdist.identity import ModeKeys
 from smdist.storage import open_store, sync
 from smdist.trials import RankStatus
+from tests.faults.leaks import no_leaks
 from tests.integration.s3_jobs import assert_equals_copies, cli, environment, run_job, start_job
 from tests.run_builder import RunBuilder
 from tests.servers.s3 import Server, aws, moto, rclone
 
-__all__ = ["aws", "moto", "rclone"]  # fixtures
+__all__ = ["aws", "moto", "no_leaks", "rclone"]  # fixtures
 
-pytestmark = [pytest.mark.s3, pytest.mark.usefixtures("aws")]
+pytestmark = [pytest.mark.s3, pytest.mark.usefixtures("aws", "no_leaks")]
 
 
 @pytest.fixture(params=["rclone", "moto"])

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-import traceback
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
@@ -26,6 +25,7 @@ from smdist.errors import (
 )
 from smdist.storage import check_writable, open_store
 from smdist.storage.s3 import S3Options, S3Store, open_s3
+from tests.faults.leaks import assert_no_secret, no_leaks
 from tests.faults.proxy import (
     Answer,
     Cut,
@@ -51,9 +51,9 @@ from tests.servers.s3 import (
     start_rclone,
 )
 
-__all__ = ["aws", "moto", "rclone"]  # fixtures
+__all__ = ["aws", "moto", "no_leaks", "rclone"]  # fixtures
 
-pytestmark = [pytest.mark.s3, pytest.mark.usefixtures("aws")]
+pytestmark = [pytest.mark.s3, pytest.mark.usefixtures("aws", "no_leaks")]
 
 T = TypeVar("T")
 MIB = 1 << 20
@@ -321,7 +321,7 @@ def test_what_will_not_pass_is_raised_at_once(
         with pytest.raises(kind, match=rf"put 'k'.*{bucket}.*{words}") as caught:
             run(proxy.url(bucket), lambda store: store.put("k", [b"x"]))
         assert proxy.count() == 1
-    _holds_no_secret(caught.value)
+    assert_no_secret(caught.value)
 
 
 def test_only_a_missing_object_is_not_found(server: Server, bucket: str) -> None:
@@ -481,14 +481,7 @@ def _refused(url: str, kind: type[StoreError], words: str) -> None:
         check_writable(url)
     assert time.monotonic() - started < 30
     assert "no answer within" not in str(caught.value)
-    _holds_no_secret(caught.value)
-
-
-def _holds_no_secret(error: BaseException) -> None:
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    for secret in (SECRET, OTHER_SECRET):
-        assert secret not in text
-        assert secret[:12] not in text
+    assert_no_secret(caught.value)
 
 
 def test_check_says_what_is_wrong(rclone: Server, aws: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -518,9 +511,11 @@ def test_check_tells_read_only_from_no_rights(moto: Server, aws: pytest.MonkeyPa
         for (key, secret), words in ((reader, "can be read but not written"), (nobody, "may not")):
             aws.setenv("AWS_ACCESS_KEY_ID", key)
             aws.setenv("AWS_SECRET_ACCESS_KEY", secret)
+            aws.delenv("AWS_SESSION_TOKEN", raising=False)
             _refused(moto.url(bucket), StoreForbidden, words)
         aws.setenv("AWS_ACCESS_KEY_ID", writer[0])
         aws.setenv("AWS_SECRET_ACCESS_KEY", writer[1])
+        aws.delenv("AWS_SESSION_TOKEN", raising=False)
         check_writable(moto.url(bucket))
 
 

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from smdist.workers.spool import UploadOptions
+from tests.faults.leaks import assert_no_secret, assert_told_without_secret, no_leaks
 from tests.faults.proxy import Answer, FaultProxy, HalfOpen, proxied
 from tests.integration.rig import (
     Job,
@@ -26,6 +27,7 @@ from tests.servers.s3 import (
     OTHER_KEY,
     OTHER_SECRET,
     SECRET,
+    TOKEN,
     Server,
     add_user,
     aws,
@@ -34,9 +36,9 @@ from tests.servers.s3 import (
     rclone,
 )
 
-__all__ = ["aws", "moto", "rclone"]  # fixtures
+__all__ = ["aws", "moto", "no_leaks", "rclone"]  # fixtures
 
-pytestmark = [pytest.mark.s3, pytest.mark.usefixtures("aws")]
+pytestmark = [pytest.mark.s3, pytest.mark.usefixtures("aws", "no_leaks")]
 
 MIB = 1 << 20
 QUICK = UploadOptions(
@@ -146,17 +148,23 @@ def test_keys_that_expire_are_renewed(
     job = Job(root=str(tmp_path / "spools"), out_dir=proxy.url(bucket), upload=QUICK)
     with rank_process(job, tmp_path) as rank:
         until(lambda: rule.hits >= 2, "keys that have expired")
+        with open_ledger(rank.spool) as ledger:
+            assert ledger is not None
+            until(lambda: "expired" in ledger.trouble, "the trouble in the ledger", 90)
+        assert_told_without_secret(rank.spool)
         write_profile(file, OTHER_KEY, OTHER_SECRET)
         rank.next("ended")
         until(lambda: not rank.spool.exists(), "the end of the uploader")
         rank.rest()
     stored = read_store(stored_in(rclone, bucket), job.elements)
     assert_exactly_once(stored, rank)
-    assert not any(secret in rank.stderr() for secret in (SECRET, OTHER_SECRET))
+    assert "expired" in rank.stderr()
+    assert_no_secret(rank.stderr())
 
 
 def write_profile(file: Path, key: str, secret: str) -> None:
     text = f"[default]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n"
+    text += f"aws_session_token = {TOKEN}\n"
     file.with_suffix(".new").write_text(text)
     file.with_suffix(".new").rename(file)
 
@@ -176,6 +184,7 @@ def test_a_bucket_that_is_removed_and_comes_back(
             until(lambda: "NoSuchBucket" in ledger.trouble, "the trouble in the ledger")
             assert bucket in ledger.trouble
             assert "create it" in ledger.trouble
+        assert_told_without_secret(rank.spool)
         client.create_bucket(Bucket=bucket)
         until(lambda: not rank.spool.exists(), "the end of the uploader")
         rank.rest()
@@ -196,6 +205,7 @@ def test_rights_to_write_alone_are_enough(
     )
     aws.setenv("AWS_ACCESS_KEY_ID", key)
     aws.setenv("AWS_SECRET_ACCESS_KEY", secret)
+    aws.delenv("AWS_SESSION_TOKEN", raising=False)
     job = Job(root=str(tmp_path / "spools"), out_dir=moto.url(bucket), upload=QUICK)
     with enforce_rights(moto), rank_process(job, tmp_path) as rank:
         until(lambda: not rank.spool.exists(), "the end of the uploader")

@@ -28,7 +28,9 @@ from botocore.config import Config
 __all__ = [
     "KEY",
     "OTHER_KEY",
+    "OTHER_SECRET",
     "SECRET",
+    "TOKEN",
     "Server",
     "aws",
     "moto",
@@ -39,6 +41,7 @@ __all__ = [
 
 KEY, SECRET = "SMDISTTESTKEY0000001", "a/Secret+that.must=never&appear"
 OTHER_KEY, OTHER_SECRET = "SMDISTTESTKEY0000002", "another/Secret+that.must=not&appear"
+TOKEN = "session/Token+that.must=not&appear"  # neither server asks for one, both take it
 
 
 @dataclass(frozen=True)
@@ -196,6 +199,7 @@ def aws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AWS_SESSION_TOKEN", TOKEN)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-credentials"))

@@ -4,8 +4,8 @@
     merged/leases/<epoch>-<writer>.json   Lease   "I still do", with its newest pointer; overwritten
 
 A coordinator claims the epoch after the newest one, under a key that is its own, and looks at the
-list of claims afterwards. Claims are ordered by `(epoch, writer)`, as their keys are, and **the
-greatest claim is the coordinator's**. One that finds a greater claim than its own writes no more.
+list of claims afterwards. Claims are ordered by `(epoch, writer)`, and **the greatest
+claim is the coordinator's**. One that finds a greater claim than its own writes no more.
 So two that start at the same moment are told apart by the list alone: no conditional write is
 needed, which some servers ignore and which a lost answer makes ambiguous.
 
@@ -66,6 +66,11 @@ class Standing(NamedTuple):
     @property
     def lease_key(self) -> str:
         return f"{LEASES}{self.epoch:06d}-{self.writer}.json"
+
+    @property
+    def before(self) -> str:
+        """To list claims of its epoch and of later ones, after this key."""
+        return f"{CLAIMS}{self.epoch:06d}"
 
     def next(self) -> Standing:
         return Standing(self.epoch + 1, self.writer)

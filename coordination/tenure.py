@@ -185,12 +185,10 @@ class Tenure:
 
     async def _check(self) -> None:
         """Superseded when there is a greater claim, with the pointer as its owner left it."""
-        above: Standing | None = None
         restored: Pointer | None = None
         while True:
-            after = (above or self._standing).claim_key
-            greater_claim = overtaken(self._standing, await self._store.list(CLAIMS, after=after))
-            above = greater_claim or above
+            claims = await self._store.list(CLAIMS, after=self._standing.before)
+            above = overtaken(self._standing, claims)
             if above is None:
                 return
             lease = await self._read(above.lease_key, Lease)

@@ -120,10 +120,13 @@ class Trial(Follower):
         return tname in self.catalogue.names or (self.move_on() and tname in self.catalogue.names)
 
     def collections(self) -> dict[str, Collection]:
-        """As the lowest rank configured them, and any other that a saved tensor belongs to."""
-        members = self.catalogue.members.items()
-        saved = {name: Collection(name, None, sorted(names)) for name, names in members}
-        return {**saved, **self._described}
+        """As the lowest rank configured them, with the names of the tensors saved as their members;
+        and any other that a saved tensor belongs to."""
+        found = {name: collection.copy() for name, collection in self._described.items()}
+        for name, members in self.catalogue.members.items():
+            collection = found.setdefault(name, Collection(name))
+            collection.tensor_names = sorted({*collection.tensor_names, *members})
+        return found
 
     def collection(self, coll_name: str) -> Collection | None:
         return self.collections().get(coll_name)
@@ -193,13 +196,15 @@ class Trial(Follower):
         catalogue = self.catalogue
         every = catalogue.of_mode(mode)
         chosen = every if steps is None else {n: every[n] for n in steps if n in every}
-        return [
-            Selected(number, facts.attempt, found)
-            for name in (sorted(catalogue.names) if names is None else names)
-            for number, facts in chosen.items()
-            for found in catalogue.holders(facts, name)
-            if ranks is None or found.rank in ranks
-        ]
+        self.prepare(catalogue, chosen.values())
+        by_name: dict[str, list[Selected]] = {
+            name: [] for name in (sorted(catalogue.names) if names is None else names)
+        }
+        for number, facts in chosen.items():
+            for found in catalogue.all_holders(facts, by_name):
+                if ranks is None or found.rank in ranks:
+                    by_name[found.tensor.name].append(Selected(number, facts.attempt, found))
+        return [one for of_name in by_name.values() for one in of_name]
 
     # -- steps -------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from os import PathLike
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -121,6 +121,10 @@ class Hook(BaseHook[Value]):
         )
 
     # -- registering --------------------------------------------------------------------------
+
+    def get_collection(self, name: str, create: bool = True) -> Collection:
+        """The collection of that name, created if it is missing; changes hold from the next step."""
+        return cast("Collection", super().get_collection(name, create))
 
     def register_module(self, module: nn.Module, *, step_on: StepOn | None = None) -> None:
         """Capture `module`: weights, gradients, inputs and outputs, whatever is configured.

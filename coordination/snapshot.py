@@ -240,12 +240,18 @@ async def load_view(store: Store, pointer: Pointer, *, concurrency: int = 16) ->
     return Loaded(view_of(head, lambda ref: columns[ref.key]), head.layouts, head)
 
 
-def view_of(head: Head, fetch: Fetch) -> View:
-    """The view of a head; `fetch` is asked for the columns of a chunk whenever they are needed."""
+def view_of(head: Head, fetch: Fetch, known: Mapping[str, Chunk] | None = None) -> View:
+    """The view of a head; `fetch` is asked for the columns of a chunk whenever they are needed.
+
+    `known` are chunks of an earlier view by key, to be used again.
+    """
+    known = known or {}
     return View(
         {row.attempt: {rank.rank: _known(rank) for rank in row.ranks} for row in head.attempts},
         {
-            row.attempt: Sealed(Chunk(row.attempt, ref, None, fetch) for ref in row.chunks)
+            row.attempt: Sealed(
+                known.get(ref.key) or Chunk(row.attempt, ref, None, fetch) for ref in row.chunks
+            )
             for row in head.attempts
         },
     )

@@ -1,7 +1,7 @@
 """What a run holds, as of one moment: the pure side of a trial.
 
-A `Catalogue` is immutable. `advance` makes the next one from more facts, looking again only at
-steps that the new facts touch. Every question a trial answers without reading tensor data is
+A `Catalogue` is immutable. `advance` makes the next one from more facts or from a newer snapshot,
+looking again only at steps that these touch. Every question a trial answers without reading tensor data is
 answered here.
 """
 
@@ -14,6 +14,7 @@ from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
+from smdist.coordination.blocks import Blocks
 from smdist.coordination.membership import (
     PATIENCE,
     MissingReason,
@@ -21,19 +22,20 @@ from smdist.coordination.membership import (
     RankReport,
     RankStatus,
     StepFacts,
+    all_step_facts,
     expected_ranks,
     missing_ranks,
     rank_reports,
-    step_attempts,
-    step_facts,
 )
 from smdist.coordination.merge import StepKey, View, merge
+from smdist.coordination.sealed import NOTHING
+from smdist.coordination.spans import joined
 from smdist.errors import StepNotYetAvailable, StepUnavailable
 from smdist.identity import ModeKeys
 from smdist.layout import Layout, TensorEntry
 from smdist.manifest import StepEntry
 
-__all__ = ["Catalogue", "Found", "LayoutIndex", "StepState", "advance"]
+__all__ = ["Catalogue", "Found", "LayoutIndex", "StepState", "advance", "touched_steps"]
 
 GLOBAL = ModeKeys.GLOBAL
 
@@ -165,13 +167,19 @@ class Catalogue:
 
     def may_still_write(self, facts: StepFacts, rank: int) -> bool:
         """Whether more of that step may come from `rank`."""
-        if rank not in facts.absent:
-            return False
-        reason, report = self.missing(facts)[rank], self.reports(facts.attempt)[rank]
-        return report.pending and reason in (MissingReason.LAGGING, MissingReason.NEVER_STARTED)
+        return rank in facts.absent and rank in self._pending(facts)
 
     def settled(self, facts: StepFacts) -> bool:
-        return facts.complete or not any(self.may_still_write(facts, r) for r in facts.absent)
+        return facts.complete or not self._pending(facts)
+
+    def _pending(self, facts: StepFacts) -> set[int]:
+        reports = self.reports(facts.attempt)
+        return {
+            rank
+            for rank, reason in self.missing(facts).items()
+            if reports[rank].pending
+            and reason in (MissingReason.LAGGING, MissingReason.NEVER_STARTED)
+        }
 
     def state(self, number: int, mode: ModeKeys) -> StepState:
         facts = self.step(number, mode)
@@ -228,8 +236,12 @@ class Catalogue:
 
     def find(self, facts: StepFacts, name: str, rank: int) -> Found | None:
         """The tensor as `rank` wrote it in that step; the newest, if it wrote it several times."""
-        known = self.view.rank(facts.attempt, rank)
-        for entry in reversed(known.steps.get(facts.key, ()) if known else ()):
+        if not self.has(facts, name):
+            return None
+        return self._find(name, rank, self.view.blocks(facts.attempt, rank, facts.key))
+
+    def _find(self, name: str, rank: int, blocks: Blocks) -> Found | None:
+        for entry in reversed(blocks):
             if not entry.layout:
                 continue
             position = self._positions(entry.layout).get(name)
@@ -239,28 +251,55 @@ class Catalogue:
 
     def holders(self, facts: StepFacts, name: str) -> Iterator[Found]:
         """The tensor of that step on every rank that has it, in order of rank."""
+        yield from self.all_holders(facts, (name,))
+
+    def all_holders(self, facts: StepFacts, names: Iterable[str]) -> Iterator[Found]:
+        """So for each of `names`, in their order."""
+        names = [name for name in names if self.has(facts, name)]
+        if names:
+            blocks = sorted(self.view.step(facts.attempt, facts.key).items())
+            for name in names:
+                for rank, of_rank in blocks:
+                    found = self._find(name, rank, of_rank)
+                    if found is not None:
+                        yield found
+
+    def first_holder(self, facts: StepFacts, name: str) -> Found | None:
         if self.has(facts, name):
             for rank in facts.ranks:
                 found = self.find(facts, name, rank)
                 if found is not None:
-                    yield found
+                    return found
+        return None
 
 
 def _precedence(facts: StepFacts) -> tuple[int, int, StepKey]:
     return (-facts.attempt, min(facts.ranks, default=1 << 62), facts.key)
 
 
-def advance(old: Catalogue, delta: View, layouts: Mapping[str, Layout], now: float) -> Catalogue:
-    """The catalogue with the facts of `delta` and the layouts they name, as of `now`."""
-    view = merge(old.view, delta)
+def advance(
+    old: Catalogue,
+    delta: View,
+    layouts: Mapping[str, Layout],
+    now: float,
+    *,
+    base: View | None = None,
+) -> Catalogue:
+    """The catalogue with the facts of `delta` and the layouts they name, as of `now`.
+
+    `base` is a newer snapshot, to take the place of the one so far.
+    """
+    before = old.view if base is None else merge(base, _beyond(old.view, base))
+    view = merge(before, delta)
     attempts = [a for a in view.attempts if old.attempt is None or a == old.attempt]
     expected = {attempt: expected_ranks(view, attempt) for attempt in attempts}
-    touched: set[StepKey] = set()
+    touched = {key for attempt, key in touched_steps(delta) if attempt in expected}
     for attempt in attempts:
-        # When more ranks are expected than before, what was complete may no longer be.
-        source = view if expected[attempt] != old.expected.get(attempt) else delta
-        for known in source.attempts.get(attempt, {}).values():
-            touched.update(known.steps, known.drops)
+        if expected[attempt] != old.expected.get(attempt):
+            # When more ranks are expected than before, what was complete may no longer be.
+            touched |= view.keys(attempt).union(*_drops(view, attempt))
+        elif base is not None:
+            touched |= _rebased(old.view, view, attempt)
     new = replace(
         old,
         view=view,
@@ -272,14 +311,47 @@ def advance(old: Catalogue, delta: View, layouts: Mapping[str, Layout], now: flo
     return replace(new, steps={**untouched, **_assess(new, touched)})
 
 
-def _assess(catalogue: Catalogue, touched: set[StepKey]) -> dict[StepKey, StepFacts]:
-    found: dict[StepKey, StepFacts] = {}
-    for key in touched:
-        if catalogue.attempt is not None:
-            attempt = catalogue.attempt
-        else:
-            attempt = step_attempts(catalogue.view, key)[0]
-        facts = step_facts(catalogue.view, attempt, key, catalogue.expected[attempt])
-        if facts is not None and catalogue._in_range(facts.step):
-            found[key] = facts
+def touched_steps(delta: View) -> Iterator[tuple[int, StepKey]]:
+    """Attempt and key of each step that recent facts of `delta` are about."""
+    for attempt, ranks in delta.attempts.items():
+        for key in set().union(*(known.steps for known in ranks.values())):
+            yield attempt, key
+        for key in set().union(*_drops(delta, attempt)):
+            yield attempt, key
+
+
+def _drops(view: View, attempt: int) -> Iterator[Mapping[StepKey, object]]:
+    return (known.drops for known in view.attempts.get(attempt, {}).values())
+
+
+def _beyond(view: View, base: View) -> View:
+    """What `view` has read of the ranks that `base` may not know of."""
+    found = View()
+    for attempt, rank, known in view.ranks():
+        covered = base.rank(attempt, rank)
+        if covered is not None and joined((*covered.seen, *known.seen)) == covered.seen:
+            known = known.without_steps()
+        found.attempts.setdefault(attempt, {})[rank] = known
     return found
+
+
+def _rebased(old: View, new: View, attempt: int) -> set[StepKey]:
+    """Steps that may have changed with the snapshot."""
+    before, after = old.sealed.get(attempt, NOTHING), new.sealed.get(attempt, NOTHING)
+    touched = {
+        (chunk.ref.mode, mode_step)
+        for chunk in (*after.without(before), *before.without(after))
+        for mode_step in chunk.rows
+    }
+    for view in (old, new):
+        for known in view.attempts.get(attempt, {}).values():
+            touched.update(known.steps, known.drops)
+    return touched
+
+
+def _assess(catalogue: Catalogue, touched: set[StepKey]) -> dict[StepKey, StepFacts]:
+    chosen: dict[StepKey, StepFacts] = {}
+    for attempt in sorted(catalogue.expected, reverse=True):
+        rest = touched - chosen.keys()
+        chosen |= all_step_facts(catalogue.view, attempt, catalogue.expected[attempt], rest)
+    return {key: facts for key, facts in chosen.items() if catalogue._in_range(facts.step)}

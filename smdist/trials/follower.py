@@ -7,7 +7,8 @@ A follower holds one immutable catalogue at a time and replaces it when it moves
 - when an answer would be "not there yet" (StepNotYetAvailable, an unknown tensor, an empty list) on
   a live job: one refresh, then the answer.
 
-The last two are what keeps loops such as `while not trial.loaded_all_steps:` going. `no_refresh`
+Moving on means: to the newest snapshot of a coordinator, if one merges the run, else to what the
+ranks have written. The last two are what keeps loops such as `while not trial.loaded_all_steps:` going. `no_refresh`
 suspends them. Once no rank may still write, only `refresh()` looks at the store again.
 """
 
@@ -21,6 +22,8 @@ from dataclasses import replace
 from typing import TypeVar
 
 from smdist.collection import Collection
+from smdist.coordination.membership import StepFacts
+from smdist.coordination.merge import StepKey, View
 from smdist.errors import (
     ConfigurationError,
     NoMoreData,
@@ -32,9 +35,10 @@ from smdist.identity import ModeKeys
 from smdist.manifest import CollectionInfo, Run
 from smdist.storage import is_remote, sync
 from smdist.storage.base import Store
-from smdist.trials.catalogue import Catalogue, StepState, advance
+from smdist.trials.catalogue import Catalogue, StepState, advance, touched_steps
 from smdist.trials.loader import Loader
 from smdist.trials.reader import GAP, REMOTE_GAP, Reader
+from smdist.trials.snapshots import Snapshots
 
 __all__ = ["Follower", "no_refresh"]
 
@@ -52,13 +56,14 @@ class Follower:
         self.dynamic_refresh = True
         self.reader = Reader(store, sync.run, gap=REMOTE_GAP if is_remote(store.url) else GAP)
         self._store = store
-        self._loader = Loader(store)
+        self._snapshots = Snapshots(store, sync.run)
+        self._loader = Loader(store, self._snapshots)
         self._refreshing = threading.Lock()
         self._described: dict[str, Collection] = {}
         self._unreadable: dict[str, str] = {}
         self.run: Run = sync.run(self._loader.run())
         self.catalogue = replace(catalogue, since=self.run.created)
-        self.refresh()
+        self._refresh(thorough=False)
         sync.keep(self, store.close)  # scripts seldom close a trial
 
     def close(self) -> None:
@@ -66,14 +71,33 @@ class Follower:
 
     def refresh(self) -> None:
         """Move on to what the store holds now. Reads only what is new."""
+        self._refresh(thorough=True)
+
+    def _refresh(self, *, thorough: bool) -> None:
         with self._refreshing:
-            news = sync.run(self._loader.poll())
+            news = sync.run(self._loader.poll(thorough=thorough))
             self._unreadable.update(news.troubles)
             self.reader.keep(news.attached)
             if news.collections is not None:
                 described = news.collections.collections
                 self._described = {info.name: _collection(info) for info in described}
-            self.catalogue = advance(self.catalogue, news.facts, news.layouts, time.time())
+            base = self.catalogue.view if news.base is None else news.base
+            self._warm(base, touched_steps(news.facts))
+            self.catalogue = advance(
+                self.catalogue, news.facts, news.layouts, time.time(), base=news.base
+            )
+
+    def prepare(self, catalogue: Catalogue, steps: Iterable[StepFacts]) -> None:
+        """Fetch together what finding tensors of these steps needs, rather than one by one."""
+        self._warm(catalogue.view, ((facts.attempt, facts.key) for facts in steps))
+
+    def _warm(self, view: View, steps: Iterable[tuple[int, StepKey]]) -> None:
+        chunks = {}
+        for attempt, key in steps:
+            chunk = view.sealed[attempt].chunk(key) if attempt in view.sealed else None
+            if chunk is not None:
+                chunks[chunk.ref.key] = chunk.ref
+        self._snapshots.warm(chunks.values())
 
     refresh_data = refresh
 

@@ -4,12 +4,18 @@ Runs on the event loop that owns the store; one `poll` at a time. What is immuta
 sessions and manifests by their keys (a rank's manifests are listed after the last one read),
 layouts by digest. A rank whose last manifest says "ended" is not asked again. A rank that has ended
 before we came has left a summary: one request instead of its session and all its manifests.
+
+Where a coordinator has merged the run, its newest snapshot is read instead, and that is all while
+the coordinator is at work. Once it has said its last word, only sessions are listed, in case the job
+was started again without it; `thorough` looks for late manifests too. Of a coordinator that has
+gone silent, the rest is read from the ranks.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +23,8 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from smdist.coordination.merge import View, add
+from smdist.coordination.merge import RankView, View, add
+from smdist.coordination.spans import members
 from smdist.errors import NoSuchRun, ObjectNotFound, TrialError
 from smdist.identity import worker_name
 from smdist.layout import Layout
@@ -34,9 +41,11 @@ from smdist.manifest import (
     heartbeat_key,
     layout_key,
     manifest_key,
+    session_key,
 )
 from smdist.pipeline.attached import settle
 from smdist.storage.base import Store
+from smdist.trials.snapshots import Snapshot, Snapshots
 
 __all__ = ["Loader", "News"]
 
@@ -53,9 +62,10 @@ Owner = tuple[int, int]
 
 @dataclass
 class News:
-    """What one poll found. `attached` are segments that came in a manifest, by its key; `troubles`
-    are objects that could not be read and were passed over."""
+    """What one poll found. `base` is a snapshot to go on from. `attached` are segments that came in
+    a manifest, by its key; `troubles` are objects that could not be read and were passed over."""
 
+    base: View | None = None
     facts: View = field(default_factory=View)
     layouts: dict[str, Layout] = field(default_factory=dict)
     collections: Collections | None = None
@@ -85,6 +95,13 @@ class _Progress:
             self.upto += 1
 
 
+def _progress_of(known: RankView) -> _Progress:
+    upto = known.seen[0][1] if known.seen and known.seen[0][0] == 0 else 0
+    beyond = {seq for seq in members(known.seen) if seq >= upto}
+    final = known.head is not None and known.head.state == "ended"
+    return _Progress(upto, beyond, final)
+
+
 class _Fresh(NamedTuple):
     progress: _Progress
     seq: int
@@ -92,8 +109,12 @@ class _Fresh(NamedTuple):
 
 
 class Loader:
-    def __init__(self, store: Store, concurrency: int = 32) -> None:
+    def __init__(
+        self, store: Store, snapshots: Snapshots | None = None, concurrency: int = 32
+    ) -> None:
         self._store = store
+        self._snapshots = snapshots
+        self._pinned: Snapshot | None = None
         self._concurrency = concurrency
         self._sessions: set[str] = set()
         self._progress: dict[Owner, _Progress] = {}
@@ -118,8 +139,53 @@ class Loader:
             )
         return run
 
-    async def poll(self) -> News:
+    async def poll(self, *, thorough: bool = False) -> News:
         news = News()
+        if await self._poll_snapshot(news, thorough):
+            await self._poll_ranks(news)
+        else:
+            await self._each(partial(self._load_layout, news), sorted(self._wanted))
+            if news.base is not None or not self._described:
+                await self._load_collections(news)
+        return news
+
+    async def _poll_snapshot(self, news: News, thorough: bool) -> bool:
+        """Move on to the newest snapshot; whether the ranks are to be asked too."""
+        if self._snapshots is None:
+            return True
+        newest = await self._snapshots.newest()
+        news.troubles.update(self._snapshots.troubles)
+        if newest is None:
+            return True
+        before, self._pinned = self._pinned, newest
+        if before is None or newest.view is not before.view:
+            self._resume(newest, news)
+        if newest.pointer.final and not thorough:
+            return any(key not in self._sessions for key in await self._list_sessions())
+        return newest.pointer.final or not newest.fresh(time.time())
+
+    def _resume(self, snapshot: Snapshot, news: News) -> None:
+        """Take over what the snapshot has read. What we have read beyond it stays read."""
+        news.base = snapshot.view
+        for digest in snapshot.layouts.keys() - self._layouts:
+            news.layouts[digest] = snapshot.layouts[digest]
+            self._layouts.add(digest)
+        for attempt, rank, known in snapshot.view.ranks():
+            theirs, ours = _progress_of(known), self._progress.get((attempt, rank))
+            if ours is None or (ours.upto <= theirs.upto and not ours.beyond):
+                self._progress[attempt, rank] = theirs
+            if known.session is not None:
+                self._sessions.add(session_key(worker_name(rank), attempt))
+        for sealed in snapshot.view.sealed.values():
+            for chunk in sealed.chunks:
+                for run in chunk.ref.runs:
+                    self._wanted.update(run.layouts)
+        for _, _, known in snapshot.view.ranks():
+            for blocks in known.steps.values():
+                self._wanted.update(entry.layout for entry in blocks if entry.layout)
+        self._wanted -= self._layouts
+
+    async def _poll_ranks(self, news: News) -> None:
         await self._poll_sessions(news)
         live = [owner for owner, progress in self._progress.items() if not progress.ended]
         await self._each(partial(self._load_manifest, news), await self._fresh(live))
@@ -127,7 +193,9 @@ class Loader:
         await self._each(partial(self._load_layout, news), sorted(self._wanted))
         if live or not self._described:
             await self._load_collections(news)
-        return news
+
+    async def _list_sessions(self) -> list[str]:
+        return [key for key in await self._store.list("sessions/") if _SESSION.fullmatch(key)]
 
     async def _each(self, call: Callable[[A], Awaitable[T]], items: Sequence[A]) -> list[T]:
         """`call` of every item, some at a time; the first error ends the rest."""

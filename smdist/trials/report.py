@@ -44,7 +44,7 @@ def attempt_info(catalogue: Catalogue, attempt: int) -> AttemptInfo:
         expected=catalogue.expected[attempt],
         world_size=max((w.world_size for rank in known.values() for w in rank.worlds), default=0),
         started=min((r.session.started for r in known.values() if r.session), default=0.0),
-        steps=len({key for rank in known.values() for key in rank.steps}),
+        steps=len(catalogue.view.keys(attempt)),
         ranks=catalogue.reports(attempt),
     )
 

@@ -197,10 +197,13 @@ class Tensor:
         catalogue = self.trial.catalogue
         if worker is None:
             steps = self._steps(catalogue, mode, incomplete)
-            return {n: next(catalogue.holders(facts, self.name)) for n, facts in steps.items()}
-        rank = self.trial.rank_of(worker)
-        steps = self._steps(catalogue, mode, incomplete=True)
-        every = {n: catalogue.find(facts, self.name, rank) for n, facts in steps.items()}
+            self.trial.prepare(catalogue, steps.values())
+            every = {n: catalogue.first_holder(facts, self.name) for n, facts in steps.items()}
+        else:
+            rank = self.trial.rank_of(worker)
+            steps = self._steps(catalogue, mode, incomplete=True)
+            self.trial.prepare(catalogue, steps.values())
+            every = {n: catalogue.find(facts, self.name, rank) for n, facts in steps.items()}
         return {number: one for number, one in every.items() if one is not None}
 
     def locate(self, step_num: int, mode: ModeKeys = GLOBAL, worker: Worker = None) -> Found:
@@ -211,7 +214,7 @@ class Tensor:
     def _find(self, catalogue: Catalogue, step_num: int, mode: ModeKeys, rank: int | None) -> Found:
         facts = catalogue.require(step_num, mode)
         if rank is None:
-            found = next(catalogue.holders(facts, self.name), None)
+            found = catalogue.first_holder(facts, self.name)
             coming = not catalogue.settled(facts)
         else:
             found = catalogue.find(facts, self.name, rank)

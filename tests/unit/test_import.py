@@ -120,3 +120,17 @@ def sources() -> list[str]:
 def test_only_adapters_load_a_framework(source: str) -> None:
     found = imported_at_load(ROOT / source) & set(ADAPTERS)
     assert {name for name in found if not fnmatch(source, ADAPTERS[name])} == set()
+
+
+def test_public_names_are_found_under_older_paths() -> None:
+    from smdist.core.collection import CollectionKeys
+    from smdist.core.modes import ModeKeys
+    from smdist.core.reduction_config import ReductionConfig
+    from smdist.core.save_config import SaveConfig, SaveConfigMode
+    from smdist.core.tensor import StepState
+    from smdist.trials import StepState as Answer
+
+    assert ModeKeys is smdist.modes
+    assert (SaveConfig, SaveConfigMode) == (smdist.SaveConfig, smdist.SaveConfigMode)
+    assert (ReductionConfig, CollectionKeys) == (smdist.ReductionConfig, smdist.CollectionKeys)
+    assert StepState is Answer

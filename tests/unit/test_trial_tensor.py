@@ -233,6 +233,7 @@ def test_names_by_step_mode_regex_and_collection(run: RunBuilder, tmp_path: Path
     weights = trial.collection("weights")
     assert weights is not None
     assert trial.tensor_names(collection=weights) == ["fc.weight"]
+    assert weights.tensor_names == {"fc.weight"}
     assert weights.save_config is not None
     assert weights.save_config.get_save_config(TRAIN).save_interval == 7
     assert {"weights", "custom", "losses", "gradients"} <= set(trial.collections())

@@ -28,11 +28,12 @@ import msgspec
 
 from smdist.errors import SmdistError
 from smdist.identity import worker_name
-from smdist.manifest import heartbeat_key
+from smdist.manifest import RankManifest, heartbeat_key
 from smdist.pipeline.batching import decide
 from smdist.record import Piece
 from smdist.storage import open_store
 from smdist.storage.base import Store
+from smdist.workers.announce import Announcer
 from smdist.workers.batch import Arenas, Batch, nothing, prepare, without
 from smdist.workers.commit import (
     Committer,
@@ -130,7 +131,9 @@ class Uploader:
             )
             if start.last is None or start.last.state == "active":
                 self._in_background(stack, self._beat(store))
-                committer = self._make_committer(store, start, succeeds=succeeds)
+                announcer = Announcer(store, self._info.run.run_id, self._info.session)
+                stack.push_async_callback(announcer.close)
+                committer = self._make_committer(store, start, announcer, succeeds=succeeds)
                 ending = await self._upload(committer, start, stack)
                 await committer.confirm()
             else:
@@ -144,7 +147,13 @@ class Uploader:
         opening = functools.partial(open_store, self._info.out_dir, deadline_s=_DEADLINE_S)
         return await asyncio.to_thread(opening)
 
-    def _make_committer(self, store: Store, start: ResumePoint, *, succeeds: bool) -> Committer:
+    def _make_committer(
+        self, store: Store, start: ResumePoint, announcer: Announcer, *, succeeds: bool
+    ) -> Committer:
+        def note(manifest: RankManifest) -> None:
+            self._summary.note(manifest)
+            announcer.stored(manifest.seq)
+
         self._committer = Committer(
             store,
             self._info.session,
@@ -152,7 +161,7 @@ class Uploader:
             self._patience,
             start,
             self._options.attach_bytes,
-            self._summary.note,
+            note,
             succeeds=succeeds,
         )
         return self._committer

@@ -108,6 +108,7 @@ class RankWriter:
         *,
         step: int | None = None,
         close: bool = True,
+        planned: bool = True,
     ) -> RankWriter:
         """A step, or a part of it; `step` is its global number when that differs."""
         number = mode_step if step is None else step
@@ -118,7 +119,7 @@ class RankWriter:
             )
             self._add(Inline(*where, 0, data), kind)
         if close:
-            self._add(Close(*where))
+            self._add(Close(*where, planned))
         return self
 
     def drop(self, mode: ModeKeys, mode_step: int, *names: str) -> RankWriter:

@@ -145,7 +145,7 @@ class Loader:
             await self._poll_ranks(news)
         else:
             await self._each(partial(self._load_layout, news), sorted(self._wanted))
-            if news.base is not None or not self._described:
+            if news.base is not None:
                 await self._load_collections(news)
         return news
 

@@ -1,0 +1,387 @@
+"""A trial of a merged run: the same answers with few requests, whatever the coordinator does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from threading import Timer
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smdist import errors
+from smdist.coordination import sealed
+from smdist.coordination.snapshot import POINTER_KEY, Pointer
+from smdist.identity import ModeKeys
+from smdist.storage import MemoryStore
+from smdist.storage.base import Store
+from smdist.trials import Trial
+from smdist.trials.catalogue import Catalogue
+from tests.run_builder import RankWriter, RunBuilder, Saved
+from tests.snapshot_writer import SnapshotWriter
+from tests.unit.test_trial_reader import CountingStore
+
+TRAIN, EVAL, GLOBAL = ModeKeys.TRAIN, ModeKeys.EVAL, ModeKeys.GLOBAL
+X = {"x": np.zeros(2, np.float32)}
+
+
+def open_trial(store: Store, **options: Any) -> Trial:
+    return Trial(store, "t", store.url, Catalogue(**options))
+
+
+def without_snapshots(store: MemoryStore) -> MemoryStore:
+    bare = MemoryStore()
+    bare.objects = {k: v for k, v in store.objects.items() if not k.startswith("merged/")}
+    return bare
+
+
+def grow_old(store: MemoryStore) -> None:
+    """The coordinator has not been heard of for long."""
+    pointer = msgspec.json.decode(store.objects[POINTER_KEY], type=Pointer)
+    old = msgspec.structs.replace(pointer, time=pointer.time - 1000)
+    store.objects[POINTER_KEY] = msgspec.json.encode(old)
+
+
+def asked(question: Callable[..., Any], *about: Any) -> Any:
+    try:
+        return question(*about)
+    except errors.TrialError as error:
+        return type(error), str(error)
+
+
+def answers(trial: Trial) -> dict[Any, Any]:
+    """Everything a trial can be asked. What depends on the moment of asking is left out."""
+    found: dict[Any, Any] = {
+        "workers": trial.workers(),
+        "num": trial.num_workers,
+        "names": trial.tensor_names(),
+        "modes": trial.modes(),
+        "last": trial.last_complete_step,
+        "dropped": trial.dropped(),
+        "troubles": trial.troubles(),
+        "collections": sorted(trial.collections()),
+        "finished": trial.loaded_all_steps,
+        "disagreements": sorted(trial.disagreements(), key=lambda d: (d.mode, d.mode_step)),
+        "attempts": [
+            (a.number, a.expected, a.world_size, a.started, a.steps, a.ranks)
+            for a in trial.attempts()
+        ],
+        "ranks": {a.number: trial.ranks(a.number) for a in trial.attempts()},
+    }
+    for mode in (GLOBAL, TRAIN, EVAL):
+        steps = trial.steps(mode, show_incomplete_steps=True)
+        found["steps", mode] = (steps, trial.steps(mode))
+        for step in [*steps, 99]:
+            found["missing", mode, step] = asked(trial.missing, step, mode)
+            found["names", mode, step] = trial.tensor_names(step=step, mode=mode)
+            found["passed", mode, step] = trial.has_passed_step(step, mode)
+            found["mode", step] = trial.mode_modestep(step)
+        for name in trial.tensor_names():
+            found |= tensor_answers(trial, name, mode)
+    table = trial.to_dataframe(reductions=["max"])
+    found["table"] = table.sort_values(["tensor", "step", "worker"]).to_dict("records")
+    return found
+
+
+def tensor_answers(trial: Trial, name: str, mode: ModeKeys) -> dict[Any, Any]:
+    tensor = trial.tensor(name)
+    found: dict[Any, Any] = {("tensor", name, mode): (tensor.steps(mode), tensor.shapes(mode))}
+    for worker in trial.workers():
+        values = asked(tensor.values, mode, worker)
+        found["values", name, mode, worker] = repr(values)
+    for step in tensor.steps(mode, show_incomplete_steps=True):
+        found["workers", name, mode, step] = asked(tensor.workers, step, mode)
+        found["stack", name, mode, step] = repr(asked(tensor.stack, step, mode))
+        found["max", name, mode, step] = asked(tensor.across_ranks, step, "max", mode)
+    return found
+
+
+# -- the same answers ------------------------------------------------------------------------
+
+actions = st.tuples(
+    st.sampled_from(["step", "step", "step", "open", "script", "drop", "flush", "numbered"]),
+    st.sampled_from([TRAIN, TRAIN, EVAL, GLOBAL]),
+    st.integers(0, 3),
+)
+ranks = st.tuples(
+    st.lists(actions, max_size=6), st.sampled_from(["end", "lose", "flush", "silent"])
+)
+attempts = st.lists(
+    st.tuples(st.integers(1, 3), st.lists(ranks, min_size=1, max_size=3)), min_size=1, max_size=2
+)
+Attempts = list[tuple[int, list[tuple[list[tuple[str, ModeKeys, int]], str]]]]
+
+
+def act(writer: RankWriter, what: str, mode: ModeKeys, number: int, rank: int) -> None:
+    value = np.full(2, 10 * rank + number, np.float32)
+    tensors = {"x": Saved(value, reductions=()), f"own{rank % 2}": Saved(value)}
+    if what == "flush":
+        writer.flush()
+    elif what == "drop":
+        writer.drop(mode, number, "x").trouble(f"trouble {number}")
+    elif what == "numbered":
+        writer.step(mode, number, tensors, step=number + rank)
+    else:
+        writer.step(mode, number, tensors, close=what != "open", planned=what != "script")
+
+
+def write_attempt(
+    run: RunBuilder, number: int, attempt: tuple[int, list[Any]], halfway: Callable[[], object]
+) -> None:
+    world, every = attempt
+    writers = [run.rank(r, world, attempt=number) for r in range(min(world, len(every)))]
+    for rank, (writer, (todo, _)) in enumerate(zip(writers, every, strict=False)):
+        for what, mode, step in todo[: len(todo) // 2]:
+            act(writer, what, mode, step, rank)
+        writer.flush()
+    halfway()
+    for rank, (writer, (todo, ending)) in enumerate(zip(writers, every, strict=False)):
+        for what, mode, step in todo[len(todo) // 2 :]:
+            act(writer, what, mode, step, rank)
+        if ending == "end":
+            writer.end()
+        elif ending == "lose":
+            writer.lose()
+        elif ending == "flush":
+            writer.flush()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_steps_a_chunk() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sealed, "_LEAST_STEPS", 1)
+        patch.setattr(sealed, "_MOST_STEPS", 2)
+        yield
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    attempts,
+    st.sampled_from([None, 0, 1]),
+    st.sampled_from([(None, None), (1, 3)]),
+    st.sampled_from(["fresh", "final", "stale", "restarted", "died"]),
+)
+def test_a_snapshot_changes_no_answer(
+    every: Attempts,
+    attempt: int | None,
+    range_steps: tuple[int | None, int | None],
+    how: str,
+) -> None:
+    store = MemoryStore()
+    run = RunBuilder(store)
+    merger = SnapshotWriter(store)
+    old: list[Trial] = []
+
+    def halfway() -> None:
+        merger.write(age_s=500.0 if how == "stale" else 0.0)
+        old.append(open_trial(store, attempt=attempt, range_steps=range_steps))
+
+    for number, one in enumerate(every):
+        write_attempt(run, number, one, halfway)
+    if how == "restarted":
+        merger.restart()
+    if how in ("fresh", "final", "restarted"):
+        merger.write(final=how == "final")
+    elif how == "died":
+        grow_old(store)
+    options = {"attempt": attempt, "range_steps": range_steps}
+    expected = open_trial(without_snapshots(store), **options)
+    trial = open_trial(store, **options)
+    for each in (trial, *old):
+        each.refresh()
+    for each in (trial, *old, expected):
+        assert each.catalogue.view.canonical() == expected.catalogue.view.canonical()
+        each.dynamic_refresh = False
+        each.catalogue = replace(each.catalogue, now=expected.catalogue.now)
+    wanted = answers(expected)
+    for each in (trial, *old):
+        got = answers(each)
+        assert got.keys() == wanted.keys()
+        for question, answer in wanted.items():
+            assert got[question] == answer, question
+
+
+# -- few requests ----------------------------------------------------------------------------
+
+
+def job(store: Store, ranks: int, steps: int) -> list[RankWriter]:
+    run = RunBuilder(store)
+    writers = [run.rank(rank, ranks) for rank in range(ranks)]
+    for writer in writers:
+        for step in range(steps):
+            writer.step(TRAIN, step, {"x": np.full(2, writer.session.rank + step)}).flush()
+    return writers
+
+
+def test_a_merged_run_is_opened_and_read_with_few_requests() -> None:
+    store = CountingStore()
+    for writer in job(store, 8, 6):
+        writer.end()
+    SnapshotWriter(store).write(final=True)
+    store.kinds()
+    store.lists.clear()
+    trial = open_trial(store)
+    seen = store.kinds()
+    assert (seen["run.json"], seen["merged"], set(seen)) == (
+        1,
+        2,
+        {"run.json", "merged", "collections"},
+    )
+    assert store.lists == [("sessions/", "")]
+    assert trial.steps() == [0, 1, 2, 3, 4, 5]
+    assert trial.missing(3) == {}
+    assert trial.tensor("x").steps() == trial.steps()
+    assert "8 workers, 6 steps 0..5, 1 tensors, finished" in repr(trial)
+    assert store.kinds() == {}
+    assert trial.tensor("x").stack(3)[:, 0].tolist() == [rank + 3 for rank in range(8)]
+    assert store.kinds() == {"merged": 1, "segments": 8}
+    assert trial.tensor("x").value(2, worker=5)[0] == 7
+    assert store.kinds() == {"segments": 1}
+    trial.tensor("x").values(worker=2)
+    assert store.kinds() == {"merged": 2, "segments": 5}  # that of step 3 is known
+
+
+def test_a_live_trial_follows_the_pointer_alone() -> None:
+    store = CountingStore()
+    writers = job(store, 4, 2)
+    merger = SnapshotWriter(store).write()
+    trial = open_trial(store)
+    store.kinds()
+    trial.refresh()
+    assert store.kinds() == {"merged": 1}
+    for writer in writers:
+        writer.step(TRAIN, 2, X).flush()
+    trial.refresh()
+    assert trial.steps() == [0, 1]  # not merged yet: no later than the next snapshot
+    merger.write()
+    store.kinds()
+    store.lists.clear()
+    trial.refresh()
+    assert trial.steps() == [0, 1, 2]
+    seen = store.kinds()
+    assert (seen["merged"], seen["layouts"], seen["manifests"], store.lists) == (2, 0, 0, [])
+
+
+def test_waiting_follows_the_pointer_and_has_a_deadline() -> None:
+    store = MemoryStore()
+    writers = job(store, 2, 1)
+    merger = SnapshotWriter(store).write()
+    trial = open_trial(store)
+    with pytest.raises(errors.WaitTimeout):
+        trial.wait_for_steps([1], timeout_s=0.2)
+
+    def go_on() -> None:
+        for writer in writers:
+            writer.step(TRAIN, 1, X).end()
+        merger.write(final=True)
+
+    timer = Timer(0.3, go_on)
+    timer.start()
+    try:
+        trial.wait_for_steps([1], timeout_s=60)
+    finally:
+        timer.join()
+    assert trial.missing(1) == {}
+    with pytest.raises(errors.NoMoreData):
+        trial.wait_for_steps([7], timeout_s=60)
+
+
+def test_of_a_dead_coordinator_only_the_rest_is_read_from_the_ranks() -> None:
+    store = CountingStore()
+    writers = job(store, 3, 4)
+    SnapshotWriter(store).write(age_s=1000)
+    for writer in writers[:2]:
+        writer.step(TRAIN, 3, {"late": np.ones(1)}).flush()  # more of a step that is sealed
+        writer.step(TRAIN, 4, X).flush()
+    writers[2].lose()
+    store.kinds()
+    trial = open_trial(store)
+    assert store.kinds()["manifests"] == 5
+    assert trial.steps() == [0, 1, 2, 3]
+    assert trial.missing(4) == {2: "lost"}
+    assert trial.tensor("late").workers(3) == ["worker_0", "worker_1"]
+    assert trial.tensor("x").workers(3) == ["worker_0", "worker_1", "worker_2"]
+    trial.refresh()
+    assert store.kinds()["manifests"] == 0
+
+
+def test_a_pinned_snapshot_stays_as_it_is_when_late_commits_rewrite_its_chunks() -> None:
+    store = MemoryStore()
+    run = RunBuilder(store)
+    first, slow = run.rank(0, 2), run.rank(1, 2)
+    for step in range(4):
+        first.step(TRAIN, step, X)
+    first.flush()
+    slow.step(TRAIN, 0, X).flush()
+    merger = SnapshotWriter(store).write()
+    trial = open_trial(store)
+    trial.dynamic_refresh = False
+    slow.step(TRAIN, 1, X).step(TRAIN, 2, X).flush()
+    merger.write()
+    assert trial.missing(1) == {1: "lagging"}
+    assert trial.tensor("x").workers(1) == ["worker_0"]
+    trial.refresh()
+    assert trial.steps() == [0, 1, 2]
+    assert trial.tensor("x").workers(1) == ["worker_0", "worker_1"]
+    assert trial.missing(3) == {1: "lagging"}
+
+
+def test_a_job_that_goes_on_without_its_coordinator_is_seen() -> None:
+    store = MemoryStore()
+    for writer in job(store, 2, 2):
+        writer.end()
+    SnapshotWriter(store).write(final=True)
+    again = RunBuilder(store).rank(0, 1, attempt=1)
+    again.step(TRAIN, 2, X).end()
+    trial = open_trial(store)
+    assert trial.steps() == [0, 1, 2]
+    assert [a.number for a in trial.attempts()] == [0, 1]
+
+
+def test_what_a_recovered_rank_commits_after_the_last_snapshot_is_seen_by_a_refresh() -> None:
+    store = MemoryStore()
+    first, lost = job(store, 2, 1)
+    first.step(TRAIN, 1, X).end()
+    lost.lose()
+    SnapshotWriter(store).write(final=True)
+    lost.step(TRAIN, 1, X).flush("lost", "SIGKILL")
+    trial = open_trial(store)
+    assert trial.missing(1) == {1: "lost"}
+    trial.refresh()
+    assert trial.missing(1) == {}
+
+
+@pytest.mark.parametrize("part", ["merged/current.json", "merged/heads/"])
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_a_snapshot_that_cannot_be_read_is_done_without(part: str, damage: str) -> None:
+    store = MemoryStore()
+    for writer in job(store, 2, 3):
+        writer.end()
+    SnapshotWriter(store).write(final=True)
+    (key,) = [key for key in store.objects if key.startswith(part)]
+    if damage == "cut":
+        store.objects[key] = store.objects[key][:40]
+    else:
+        del store.objects[key]
+    trial = open_trial(store)
+    assert trial.steps() == [0, 1, 2]
+    assert trial.tensor("x").stack(1).shape == (2, 2)
+    if (part, damage) != ("merged/current.json", "gone"):
+        assert key in trial.troubles()[""][0]
+
+
+def test_an_older_pointer_takes_no_trial_back() -> None:
+    store = MemoryStore()
+    writers = job(store, 1, 1)
+    merger = SnapshotWriter(store).write()
+    before = store.objects[POINTER_KEY]
+    writers[0].step(TRAIN, 1, X).flush()
+    merger.write()
+    trial = open_trial(store)
+    store.objects[POINTER_KEY] = before
+    trial.refresh()
+    assert trial.steps() == [0, 1]

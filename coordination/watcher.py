@@ -31,6 +31,7 @@ from smdist.coordination.merge import Fact, StepKey, View, add
 from smdist.coordination.snapshot import Packed, load_view, pack
 from smdist.coordination.status import AttemptLine, RankLine, RunState, RunStatus, StepReport
 from smdist.coordination.steps import StepBook
+from smdist.coordination.sweep import Sweeper
 from smdist.coordination.tenure import Tenure
 from smdist.errors import (
     CoordinationError,
@@ -73,12 +74,14 @@ class Watcher:
         writer: str | None = None,
         take_over: bool = False,
         lease_s: float = 30.0,
+        keep_s: float = 900.0,
         inbox: Address | None = None,
     ) -> None:
         """`writer` names who may come back: a restart under the same name waits for no lease.
 
         Give an actor's id, which outlives its process; left out, every watcher is a stranger.
-        A given `store` stays the caller's. `inbox`: where uploaders may say that there is more.
+        A given `store` stays the caller's. `keep_s`: how long snapshots stay after they were
+        replaced. `inbox`: where uploaders may say that there is more.
         """
         self.url, self._own = url, store is None
         self._store = store if store is not None else open_store(url, deadline_s=_REQUEST_S)
@@ -87,6 +90,7 @@ class Watcher:
         beat_s = patience.lost_after_s / 4
         self._cadence = Cadence(interval_s, lease_s, beat_s)
         self._tenure = Tenure(self._store, owner=writer, now=now, cadence=self._cadence)
+        self._sweeper = Sweeper(self._store, now, keep_s)
         rhythm = Rhythm(interval_s, beat_s=beat_s, discover_s=5 * interval_s)
         self._follow = Follow(self._store, self._take, now, rhythm)
         self._view, self._book = View(), StepBook()
@@ -124,9 +128,11 @@ class Watcher:
         await self._tenure.begin(take_over=self._take_over)
         if self._tenure.pointer != pointer or not (pointer and pointer.final):
             await self._load()
-        if self._inbox is not None:
-            await self._inbox.announce(self._store, self._tenure.epoch, self._now())
         self._state = "watching"
+        with contextlib.suppress(SmdistError, OSError):  # a courtesy each
+            await self._sweeper.inherit(self._tenure.pointer)
+            if self._inbox is not None:
+                await self._inbox.announce(self._store, self._tenure.epoch, self._now())
 
     async def _read_run(self) -> Run:
         try:
@@ -294,6 +300,7 @@ class Watcher:
         await tenure.publish(packed)
         self._packed, self._view, self._written_at = packed, packed.view, now
         self._pending, self._trouble, self._final = Pending(), "", final
+        await self._sweeper.published(packed)
         if final:
             with contextlib.suppress(SmdistError, OSError):
                 await self._leave()

@@ -201,7 +201,9 @@ class Schedule:
         if self.watcher is None:
             self.life = next(iter(lives))
             self.deeds["lives"] += 1
-            watcher = Watcher("", store=self.life, now=lambda: self.clock, writer="same")
+            watcher = Watcher(
+                "", store=self.life, now=lambda: self.clock, writer="same", keep_s=3.0
+            )
             try:
                 await watcher.open()
             except StoreError:

@@ -157,7 +157,7 @@ class Tensor:
         *,
         abs: bool = False,
         partial: bool = True,
-    ) -> dict[str, np.float64]:
+    ) -> dict[str, float]:
         """Worker -> reduction of its tensor, for every rank that has it, in order of rank."""
         name = _reduction(reduction_name, abs)
         found = self._holders(step_num, mode, partial)
@@ -165,7 +165,7 @@ class Tensor:
         if all(one is None for one in reduced):
             raise self._no_reduction(name, step_num, mode, found)
         pairs = zip(found, reduced, strict=True)
-        return {worker_name(one.rank): r[name] for one, r in pairs if r is not None}
+        return {worker_name(one.rank): float(r[name]) for one, r in pairs if r is not None}
 
     def reduction_of_all_ranks(
         self,

@@ -9,12 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-__all__ = ["MODELS", "Job", "count_bytes"]
+__all__ = ["MODELS", "Job", "count_bytes", "training"]
 
 
 class Job(NamedTuple):
     model: nn.Module
     step: Callable[[], None]
+    example: torch.Tensor
 
 
 class _Attention(nn.Module):
@@ -57,7 +58,8 @@ class _Many(nn.Module):
         return torch.cat(list(self.parts)).view(len(self.parts), 1024) @ x
 
 
-def _job(model: nn.Module, example: torch.Tensor) -> Job:
+def training(model: nn.Module, example: torch.Tensor) -> Callable[[], None]:
+    """One step of it, to be called again and again."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
 
     def step() -> None:
@@ -66,16 +68,24 @@ def _job(model: nn.Module, example: torch.Tensor) -> Job:
         loss.backward()
         optimizer.step()
 
-    return Job(model, step)
+    return step
 
 
-def mlp(batch: int = 256) -> Job:
+def _job(model: nn.Module, example: torch.Tensor) -> Job:
+    return Job(model, training(model, example), example)
+
+
+def mlp(batch: int = 256, sizes: tuple[int, ...] = (784, 1700, 1700, 1200, 10)) -> Job:
     """6.3 million parameters in 8 tensors: 50 MB of weights and gradients."""
-    sizes = (784, 1700, 1700, 1200, 10)
     layers: list[nn.Module] = []
     for before, after in itertools.pairwise(sizes):
         layers += [nn.Linear(before, after), nn.ReLU()]
     return _job(nn.Sequential(*layers[:-1]), torch.randn(batch, sizes[0]))
+
+
+def mlp25() -> Job:
+    """25 million parameters in 8 tensors: 200 MB of weights and gradients."""
+    return mlp(sizes=(784, 3600, 3600, 2600, 10))
 
 
 def transformer(batch: int = 4) -> Job:
@@ -92,13 +102,20 @@ def many() -> Job:
     return _job(_Many(1000), torch.randn(1024, 4))
 
 
+def large() -> Job:
+    """One tensor of 256 MB."""
+    return _job(nn.Linear(8192, 8192, bias=False), torch.randn(64, 8192))
+
+
 def narrow() -> Job:
     """100 tensors, so small that a microsecond shows."""
     return _job(nn.Sequential(*(nn.Linear(16, 16) for _ in range(50))), torch.randn(8, 16))
 
 
 MODELS: dict[str, Callable[[], Job]] = {
+    "large": large,
     "mlp": mlp,
+    "mlp25": mlp25,
     "transformer": transformer,
     "many": many,
     "narrow": narrow,

@@ -13,16 +13,20 @@ _HEAD = ("what", "median", "p99", "rounds", "bar", "verdict", "note")
 
 class Row(msgspec.Struct, frozen=True):
     what: str
-    value: float
+    value: float | None  # None: not measured, the note says why
     unit: str
     p99: float | None = None
     bar: float | None = None
     note: str = ""
     spread: tuple[float, float] | None = None  # lowest and highest of the rounds
+    group: str = ""  # rows of one group are drawn together,
+    label: str = ""  # each by its label
 
     @property
     def verdict(self) -> str:
         """Rounds on both sides of the bar prove nothing, whatever their median."""
+        if self.value is None:
+            return "not measured"
         if self.bar is None:
             return ""
         low, high = self.spread or (self.value, self.value)
@@ -33,7 +37,7 @@ class Row(msgspec.Struct, frozen=True):
     def cells(self) -> tuple[str, ...]:
         return (
             self.what,
-            _shown(self.value, self.unit),
+            "" if self.value is None else _shown(self.value, self.unit),
             "" if self.p99 is None else _shown(self.p99, self.unit),
             "" if self.spread is None else " .. ".join(_number(v, self.unit) for v in self.spread),
             "" if self.bar is None else f"<= {self.bar:g} {self.unit}",

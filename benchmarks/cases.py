@@ -1,0 +1,178 @@
+"""What is compared: each case is one model, one schedule and one place, and the peers in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+__all__ = ["CASES", "Case", "chosen"]
+
+ALL = ("none", "smdist", "smdebug", "dcp", "tensorboard", "torch_save", "safetensors", "memcpy")
+FEW = ("none", "smdist", "smdebug", "memcpy")
+# Histograms take a second per step: a few show that as well as many.
+SLOW = {"tensorboard": 3}
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    title: str
+    model: str = "mlp"
+    how: str = "full"
+    interval: int = 1
+    place: str = "local"  # or "s3"
+    ranks: int = 1
+    threads: int = 1
+    peers: tuple[str, ...] = FEW
+    steps: int = 20  # captured per visit; as many without capture, half before and half after
+    warm_up: int = 8
+    bar: float | None = None  # of smdist's ratio
+    at_most: dict[str, float] = field(default_factory=dict)  # smdist's added time over a peer's
+    quick: bool = False
+    figure: bool = False  # in the picture
+    not_due: bool = False
+
+    def of(self, peer: str) -> Case:
+        return self.shorter(SLOW[peer]) if peer in SLOW else self
+
+    def shorter(self, steps: int) -> Case:
+        """Fewer steps, but never less than one that is due."""
+        whole = max(1, steps // self.interval) * self.interval
+        return replace(self, steps=min(self.steps, whole), warm_up=min(self.warm_up, steps))
+
+
+CASES = (
+    Case(
+        "mlp",
+        "full, every step, MLP of 6 M",
+        peers=ALL,
+        bar=1.08,
+        at_most={"smdebug": 0.2, "dcp": 0.2},
+        quick=True,
+        figure=True,
+    ),
+    Case(
+        "mlp_no_core_to_spare",
+        "full, every step, MLP of 6 M, torch on both processors",
+        threads=2,
+        peers=("none", "smdist", "smdebug", "dcp", "memcpy"),
+        at_most={"smdebug": 0.2, "dcp": 0.2},
+        bar=1.08,
+        figure=True,
+    ),
+    Case(
+        "mlp_five",
+        "five reductions, every step, MLP of 6 M",
+        how="five",
+        peers=("none", "smdist", "smdebug", "tensorboard", "memcpy"),
+        bar=1.08,
+        at_most={"smdebug": 0.2},
+        quick=True,
+        figure=True,
+    ),
+    Case("mlp_10", "full, every 10 steps, MLP of 6 M", interval=10, bar=1.01, steps=40, warm_up=1),
+    Case(
+        "mlp_100",
+        "full, every 100 steps, MLP of 6 M",
+        interval=100,
+        peers=("none", "smdist"),
+        bar=1.01,
+        steps=100,
+        warm_up=1,
+    ),
+    Case(
+        "mlp_not_due",
+        "not due, MLP of 6 M",
+        interval=10**9,
+        peers=("smdist",),
+        bar=1.002,
+        steps=100,
+        warm_up=1,
+        not_due=True,
+        quick=True,
+    ),
+    Case(
+        "mlp25",
+        "full, every step, MLP of 25 M",
+        model="mlp25",
+        peers=("none", "smdist", "smdebug", "safetensors"),
+        steps=5,
+        warm_up=4,
+        at_most={"smdebug": 0.2},
+    ),
+    Case(
+        "transformer",
+        "full, every step, transformer of 6 M",
+        model="transformer",
+        peers=("none", "smdist", "smdebug", "dcp", "safetensors", "memcpy"),
+        bar=1.08,
+        at_most={"smdebug": 0.2, "dcp": 0.2},
+        figure=True,
+    ),
+    Case(
+        "transformer_five",
+        "five reductions, every step, transformer of 6 M",
+        model="transformer",
+        how="five",
+        peers=("none", "smdist", "smdebug", "memcpy"),
+        bar=1.08,
+        at_most={"smdebug": 0.2},
+    ),
+    Case(
+        "large",
+        "full, every 10 steps, one tensor of 256 MB",
+        model="large",
+        interval=10,
+        peers=("none", "smdist", "smdebug", "safetensors", "memcpy"),
+        steps=10,
+        warm_up=1,
+    ),
+    Case(
+        "two_ranks",
+        "full, every step, MLP of 6 M, 2 ranks on 2 processors",
+        ranks=2,
+        peers=("none", "smdist", "smdebug", "safetensors"),
+        steps=10,
+        at_most={"smdebug": 0.2},
+        figure=True,
+    ),
+    Case(
+        "two_ranks_10",
+        "full, every 10 steps, MLP of 6 M, 2 ranks on 2 processors",
+        ranks=2,
+        interval=10,
+        peers=("none", "smdist"),
+        warm_up=1,
+    ),
+    Case(
+        "s3",
+        "full, every step, MLP of 6 M, loopback S3",
+        place="s3",
+        peers=("none", "smdist", "smdebug"),
+        figure=True,
+    ),
+    Case(
+        "s3_10",
+        "full, every 10 steps, MLP of 6 M, loopback S3",
+        place="s3",
+        interval=10,
+        peers=("none", "smdist", "smdebug"),
+        bar=1.05,
+        steps=40,
+        warm_up=1,
+        quick=True,
+        figure=True,
+    ),
+    Case(
+        "s3_100",
+        "full, every 100 steps, MLP of 6 M, loopback S3",
+        place="s3",
+        interval=100,
+        peers=("smdist",),
+        steps=100,
+        warm_up=1,
+    ),
+)
+
+
+def chosen(name: str) -> Case:
+    return next(case for case in CASES if case.name == name)

@@ -39,7 +39,7 @@ class ChunkRef(msgspec.Struct, frozen=True, array_like=True):
     runs: tuple[StepRun, ...]
 
 
-Fetch = Callable[[ChunkRef], "Columns"]
+Fetch = Callable[["Chunk"], "Columns"]
 """The columns of a chunk, from wherever they are kept. Raises what reading raises."""
 
 
@@ -63,7 +63,7 @@ class Chunk:
             return self._columns
         if self._fetch is None:
             raise LookupError(f"{self.ref.key} was not loaded")
-        return self._fetch(self.ref)
+        return self._fetch(self)
 
     @cached_property
     def rows(self) -> dict[int, StepRow]:

@@ -211,12 +211,12 @@ async def load_head(store: Store, pointer: Pointer) -> Head:
     return head
 
 
-async def load_columns(store: Store, ref: ChunkRef) -> Columns:
-    data = await store.get(ref.key)
+async def load_columns(store: Store, key: str) -> Columns:
+    data = await store.get(key)
     try:
         return from_bytes(data)
     except ValueError as error:
-        raise CorruptObject(store.url, ref.key, "read", str(error)) from error
+        raise CorruptObject(store.url, key, "read", str(error)) from error
 
 
 async def load_view(store: Store, pointer: Pointer, *, concurrency: int = 16) -> Loaded:
@@ -225,11 +225,11 @@ async def load_view(store: Store, pointer: Pointer, *, concurrency: int = 16) ->
     gate = asyncio.Semaphore(concurrency)
     columns: dict[str, Columns] = {}
 
-    async def load(ref: ChunkRef) -> None:
+    async def load(key: str) -> None:
         async with gate:
-            columns[ref.key] = await load_columns(store, ref)
+            columns[key] = await load_columns(store, key)
 
-    tasks = [asyncio.ensure_future(load(ref)) for row in head.attempts for ref in row.chunks]
+    tasks = [asyncio.ensure_future(load(ref.key)) for row in head.attempts for ref in row.chunks]
     try:
         await asyncio.gather(*tasks)
     except BaseException:
@@ -237,7 +237,7 @@ async def load_view(store: Store, pointer: Pointer, *, concurrency: int = 16) ->
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
-    return Loaded(view_of(head, lambda ref: columns[ref.key]), head.layouts, head)
+    return Loaded(view_of(head, lambda chunk: columns[chunk.ref.key]), head.layouts, head)
 
 
 def view_of(head: Head, fetch: Fetch, known: Mapping[str, Chunk] | None = None) -> View:

@@ -96,7 +96,7 @@ class Follower:
         for attempt, key in steps:
             chunk = view.sealed[attempt].chunk(key) if attempt in view.sealed else None
             if chunk is not None:
-                chunks[chunk.ref.key] = chunk.ref
+                chunks[chunk.ref.key] = chunk
         self._snapshots.warm(chunks.values())
 
     refresh_data = refresh

@@ -162,7 +162,7 @@ class Loader:
             self._resume(newest, news)
         if newest.pointer.final and not thorough:
             return any(key not in self._sessions for key in await self._list_sessions())
-        return newest.pointer.final or not newest.fresh(time.time())
+        return newest.pointer.final or not await self._snapshots.up_to_date(newest, time.time())
 
     def _resume(self, snapshot: Snapshot, news: News) -> None:
         """Take over what the snapshot has read. What we have read beyond it stays read."""

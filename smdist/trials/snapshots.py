@@ -2,6 +2,8 @@
 
 The pointer and a head are read on the event loop that owns the store. Columns are fetched when an
 entry in them is asked for, in the thread that asks, and kept up to a limit: they never change.
+A coordinator removes what it has replaced, but not at once. A trial that has pinned a snapshot for
+longer finds the same blocks in the chunks that took the place of its own.
 """
 
 from __future__ import annotations
@@ -9,21 +11,26 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Lock
 
 import msgspec
 
+from smdist.coordination.blocks import Blocks
+from smdist.coordination.building import empty, extended
 from smdist.coordination.columns import Columns
+from smdist.coordination.commit import Lease, Standing
 from smdist.coordination.merge import View
-from smdist.coordination.sealed import Chunk, ChunkRef
+from smdist.coordination.sealed import Chunk
 from smdist.coordination.snapshot import (
     POINTER_KEY,
+    Head,
     Pointer,
     load_columns,
     load_head,
     view_of,
 )
+from smdist.coordination.spans import members
 from smdist.errors import CorruptObject, ObjectNotFound
 from smdist.layout import Layout
 from smdist.storage.base import Store
@@ -37,13 +44,17 @@ _FRESH_INTERVALS, _FRESH_MARGIN_S = 3.0, 1.0
 @dataclass(frozen=True)
 class Snapshot:
     pointer: Pointer
+    writer: str
     view: View
     layouts: Mapping[str, Layout]
 
     def fresh(self, now: float) -> bool:
-        """Its writer is at work, so what it does not say was not there a moment ago."""
         age = now - self.pointer.time
         return age <= _FRESH_INTERVALS * self.pointer.interval_s + _FRESH_MARGIN_S
+
+    @property
+    def lease_key(self) -> str:
+        return Standing(self.pointer.epoch, self.writer).lease_key
 
 
 @dataclass
@@ -68,7 +79,7 @@ class Snapshots:
             return self._current
         current = self._current
         if current is not None and current.pointer.head == pointer.head:
-            self._current = Snapshot(pointer, current.view, current.layouts)
+            self._current = replace(current, pointer=pointer)
         elif current is None or _order(pointer) > _order(current.pointer):
             self._current = await self._load(pointer) or current
         return self._current
@@ -93,28 +104,42 @@ class Snapshots:
         self._chunks = {
             chunk.ref.key: chunk for sealed in view.sealed.values() for chunk in sealed.chunks
         }
-        return Snapshot(pointer, view, head.layouts)
+        return Snapshot(pointer, head.writer, view, head.layouts)
+
+    async def up_to_date(self, snapshot: Snapshot, now: float) -> bool:
+        """Its writer is at work, so what it does not say was not there a moment ago.
+
+        It writes when there is something new, and renews its lease when there is not.
+        """
+        if snapshot.fresh(now):
+            return True
+        try:
+            data = await self.store.get(snapshot.lease_key)
+            lease = msgspec.json.decode(data, type=Lease)
+        except (ObjectNotFound, msgspec.DecodeError):
+            return False
+        return not lease.released and 0 <= now - lease.time <= lease.lease_s
 
     # -- columns -----------------------------------------------------------------------------
 
-    def columns(self, ref: ChunkRef) -> Columns:
-        kept = self._kept(ref.key)
-        return kept if kept is not None else self.run(self._fetch(ref))
+    def columns(self, chunk: Chunk) -> Columns:
+        kept = self._kept(chunk.ref.key)
+        return kept if kept is not None else self.run(self._fetch(chunk))
 
-    def warm(self, refs: Iterable[ChunkRef]) -> None:
+    def warm(self, chunks: Iterable[Chunk]) -> None:
         """Fetch several at once, so that `columns` finds them."""
-        absent = [ref for ref in refs if self._kept(ref.key) is None]
+        absent = [chunk for chunk in chunks if self._kept(chunk.ref.key) is None]
         if absent:
             self.run(self._fetch_all(absent))
 
-    async def _fetch_all(self, refs: list[ChunkRef]) -> None:
+    async def _fetch_all(self, chunks: list[Chunk]) -> None:
         gate = asyncio.Semaphore(self.concurrency)
 
-        async def fetch(ref: ChunkRef) -> None:
+        async def fetch(chunk: Chunk) -> None:
             async with gate:
-                await self._fetch(ref)
+                await self._fetch(chunk)
 
-        tasks = [asyncio.ensure_future(fetch(ref)) for ref in refs]
+        tasks = [asyncio.ensure_future(fetch(chunk)) for chunk in chunks]
         try:
             await asyncio.gather(*tasks)
         except BaseException:
@@ -123,16 +148,36 @@ class Snapshots:
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
 
-    async def _fetch(self, ref: ChunkRef) -> Columns:
-        columns = await load_columns(self.store, ref)
+    async def _fetch(self, chunk: Chunk) -> Columns:
+        key = chunk.ref.key
+        try:
+            columns = await load_columns(self.store, key)
+        except ObjectNotFound:
+            columns = await self._successor(chunk)
         with self._lock:
-            if ref.key not in self._columns:
-                self._columns[ref.key] = columns
+            if key not in self._columns:
+                self._columns[key] = columns
                 self._nbytes += columns.nbytes
             while self._nbytes > self.cache_bytes and len(self._columns) > 1:
                 _, old = self._columns.popitem(last=False)
                 self._nbytes -= old.nbytes
         return columns
+
+    async def _successor(self, gone: Chunk) -> Columns:
+        """The steps of a chunk that was removed, out of those that the newest snapshot names."""
+        pointer = await self._pointer()
+        if pointer is None:
+            raise ObjectNotFound(self.store.url, gone.ref.key, "get", "nor is there a newer one")
+        head = await load_head(self.store, pointer)
+        news: dict[int, dict[int, Blocks]] = {}
+        for chunk in _overlapping(head, gone):
+            columns = await load_columns(self.store, chunk.ref.key)
+            for mode_step in gone.rows.keys() & chunk.rows.keys():
+                # What has come since is not in the snapshot that was pinned.
+                known = set(members(gone.rows[mode_step].ranks))
+                step = columns.step(mode_step)
+                news[mode_step] = {r: blocks for r, blocks in step.items() if r in known}
+        return extended(empty(gone.attempt, gone.ref.mode), news)
 
     def _kept(self, key: str) -> Columns | None:
         with self._lock:
@@ -144,3 +189,13 @@ class Snapshots:
 
 def _order(pointer: Pointer) -> tuple[int, int]:
     return (pointer.epoch, pointer.number)
+
+
+def _overlapping(head: Head, gone: Chunk) -> list[Chunk]:
+    return [
+        chunk
+        for row in head.attempts
+        if row.attempt == gone.attempt
+        for chunk in (Chunk(row.attempt, ref, None) for ref in row.chunks)
+        if gone.first <= chunk.last and chunk.first <= gone.last
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from threading import Timer
@@ -15,9 +16,10 @@ from hypothesis import strategies as st
 
 from smdist import errors
 from smdist.coordination import sealed
+from smdist.coordination.commit import Lease, Standing
 from smdist.coordination.snapshot import POINTER_KEY, Pointer
 from smdist.identity import ModeKeys
-from smdist.storage import MemoryStore
+from smdist.storage import MemoryStore, sync
 from smdist.storage.base import Store
 from smdist.trials import Trial
 from smdist.trials.catalogue import Catalogue
@@ -385,3 +387,36 @@ def test_an_older_pointer_takes_no_trial_back() -> None:
     store.objects[POINTER_KEY] = before
     trial.refresh()
     assert trial.steps() == [0, 1]
+
+
+def test_a_coordinator_with_nothing_to_write_is_not_taken_for_dead() -> None:
+    store = CountingStore()
+    job(store, 2, 1)
+    SnapshotWriter(store).write(age_s=20, interval_s=1.0)
+    lease_key = Standing(1, "w").lease_key
+    for released in (False, True):
+        lease = Lease(1, "w", time.time() - 5, 30.0, released)
+        sync.run(store.put(lease_key, [msgspec.json.encode(lease)]))
+        store.lists.clear()
+        open_trial(store)
+        assert bool(store.lists) == released
+
+
+def test_a_trial_outlives_the_chunks_that_it_has_pinned() -> None:
+    store = MemoryStore()
+    writers = job(store, 3, 4)
+    merger = SnapshotWriter(store).write()
+    trial = open_trial(store)
+    writers[0].step(TRAIN, 3, {"late": np.ones(1)}).flush()
+    for writer in writers:
+        writer.step(TRAIN, 4, X).end()
+    pinned = {key for key in store.objects if key.startswith("merged/steps/")}
+    merger.write(final=True)
+    assert merger.packed is not None
+    for key in pinned - merger.packed.chunks:
+        del store.objects[key]
+    assert pinned - merger.packed.chunks
+    trial.dynamic_refresh = False
+    for step in range(4):
+        assert trial.tensor("x").stack(step)[:, 0].tolist() == [step, step + 1, step + 2]
+    assert trial.steps() == [0, 1, 2, 3]

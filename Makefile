@@ -48,7 +48,7 @@ help:
 setup: $(VENV)/smdist.stamp
 
 demo: setup
-	@$(BIN)/python examples/demo.py $(ARGS)
+	@$(BIN)/python -m examples.demo $(ARGS)
 
 test: setup
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
@@ -56,7 +56,7 @@ test: setup
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy smdist tests $(wildcard examples/*.py benchmarks/*.py)
+	$(BIN)/mypy smdist tests $(wildcard examples/*.py examples/*/*.py benchmarks/*.py)
 	$(BIN)/lint-imports --no-logo
 
 format: setup
@@ -87,7 +87,7 @@ $(VENV)/smdist.stamp: pyproject.toml setup.py constraints/main.txt smdist/_kerne
 
 test-oldest: $(OLDEST)/smdist.stamp
 	@$(OLDEST)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/unit tests/contracts \
-	  -m "not torch" --ignore-glob="tests/unit/test_torch_*" $(ARGS)
+	  -m "not torch and not ray" --ignore-glob="tests/unit/test_torch_*" $(ARGS)
 
 $(OLDEST)/smdist.stamp: pyproject.toml setup.py constraints/oldest.txt smdist/_kernel.c
 	@echo "[1/2] virtual environment in $(OLDEST)"

@@ -19,6 +19,7 @@ from smdist import create_trial
 
 REPOSITORY = Path(__file__).parents[2]
 MARKER = "SMDIST_TEST_TOKEN"
+RUN = "demo-out/s3/demo/run"  # the S3 server's files
 
 
 class Demo:
@@ -28,7 +29,7 @@ class Demo:
         self.token = uuid.uuid4().hex
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), MARKER: self.token}
         self.popen = subprocess.Popen(
-            [sys.executable, REPOSITORY / "examples" / "demo.py", *arguments],
+            [sys.executable, "-m", "examples.demo", *arguments],
             cwd=folder,
             env=environment,
             stdout=subprocess.PIPE,
@@ -69,15 +70,17 @@ def test_it_finds_the_rank_the_tensor_and_the_step(tmp_path: Path) -> None:
         assert one.popen.returncode == 0, said
         assert one.processes() == []
     assert "the analysis was right" in said
+    assert "the coordinator says: step 19 is complete" in said
     assert "\x1b" not in said, "colours and cursor movements in a file"
     told = dict(re.findall(r"^ *(rank|tensor) (\S+)$", said, re.MULTILINE))
     (step,) = re.findall(r"^ *step (\d+), the first$", said, re.MULTILINE)
     assert told["tensor"].startswith("gradient/Net_")
     assert f"drawn {told['rank']} from step {step} on" in said
-    with create_trial(tmp_path / "demo-out" / "run") as trial:
+    with create_trial(tmp_path / RUN) as trial:
         assert trial.workers() == ["worker_0", "worker_1", "worker_2"]
         assert trial.steps() == list(range(20))
         assert trial.troubles() == {}
+    assert list((tmp_path / RUN).glob("merged/heads/*")), "the coordinator wrote no snapshot"
     svg = (tmp_path / "demo.svg").read_text()
     assert told["tensor"] in svg
     assert "font-face" not in svg
@@ -88,7 +91,10 @@ def test_interrupted_it_takes_everything_with_it(tmp_path: Path) -> None:
     arguments = ("--ranks", "2", "--steps", "2000")
     with demo(tmp_path, *arguments) as one:
         deadline = time.monotonic() + 120
-        while not list(tmp_path.glob("demo-out/run/manifests/*/*")):
+        # Far enough for the coordinator to have merged something, too.
+        while not (tmp_path / RUN / "merged" / "current.json").exists() or not list(
+            tmp_path.glob(f"{RUN}/manifests/*/*")
+        ):
             assert time.monotonic() < deadline
             assert one.popen.poll() is None
             time.sleep(0.1)
@@ -96,7 +102,7 @@ def test_interrupted_it_takes_everything_with_it(tmp_path: Path) -> None:
         said = one.finish()
         assert one.popen.returncode == 130, said
         assert one.processes() == [], "something runs on"
-    with create_trial(tmp_path / "demo-out" / "run") as trial:
+    with create_trial(tmp_path / RUN) as trial:
         assert trial.steps(show_incomplete_steps=True)
         assert trial.loaded_all_steps, "every rank's end is told"
     # What it left is a demo's, so the next one may remove it.

@@ -1,9 +1,9 @@
-"""The job that `demo.py` watches: data-parallel training in which one rank's data goes bad.
+"""The job that the demo watches: data-parallel training in which one rank's data goes bad.
 
 From a certain step on, one rank reads a broken shard: features that were not scaled, and labels that
 are off by one. Nothing crashes. The gradients are averaged, so all ranks have the same weights and get
 worse together; where it comes from shows in the gradients that each rank computed by itself.
-Run by torchrun; see `ddp.py` for a job to copy.
+Run by torchrun; see `examples/ddp.py` for a job to copy.
 """
 
 from __future__ import annotations

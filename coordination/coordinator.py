@@ -17,7 +17,8 @@ import hashlib
 import os
 import socket
 import time
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -46,9 +47,10 @@ class Settings(msgspec.Struct, frozen=True):
     lagging_after_s: float = PATIENCE.lagging_after_s
     take_over: bool = False
     inbox: bool = True  # uploaders that can reach the actor's node tell it what they have written
+    lease_s: float = 30.0  # so long after it died with its Ray, another one may write
 
     def __post_init__(self) -> None:
-        for name in ("interval_s", "lost_after_s", "lagging_after_s"):
+        for name in ("interval_s", "lost_after_s", "lagging_after_s", "lease_s"):
             if not getattr(self, name) > 0:
                 raise ConfigurationError(f"{name} must be greater than 0")
 
@@ -86,8 +88,7 @@ class Coordinator:
 
     def __init__(self, settings: bytes) -> None:
         """Runs on the actor's event loop, once in each of its processes."""
-        import ray  # the class can be named, and its settings be checked, without
-
+        ray: Any = import_module("ray")  # not needed to name the class or to check settings
         context = ray.get_runtime_context()
         chosen = self._settings = msgspec.json.decode(settings, type=Settings)
         self._node = context.get_node_id()
@@ -101,6 +102,7 @@ class Coordinator:
             writer=f"actor {context.get_actor_id()}",  # the same after a restart
             # Once: whoever has taken over from us in the meantime was told to.
             take_over=chosen.take_over and not context.was_current_actor_reconstructed,
+            lease_s=chosen.lease_s,
             inbox_host=ray.util.get_node_ip_address() if chosen.inbox else None,
         )
         self._running = asyncio.get_running_loop().create_task(self._run())

@@ -44,7 +44,6 @@ class Attachment(msgspec.Struct, frozen=True):
     ray: Any  # the module, connected
     address: str
     local: bool  # one of this user that `smdist` has started
-    remote: bool  # through Ray's client: this machine is no node of it
 
 
 @contextlib.contextmanager
@@ -64,21 +63,24 @@ def attach(address: str = "local", *, start_local: bool = True) -> Iterator[Atta
         address = here.address
     _check(address)
     ray = _import_ray()
-    remote = address.startswith("ray://")
+    _connect(ray, address, {})
+    try:
+        yield Attachment(ray, address, local)
+    finally:
+        ray.shutdown()
+
+
+def _connect(ray: Any, address: str, runtime_env: Mapping[str, Any]) -> None:
     try:
         ray.init(
             address=address,
             namespace=NAMESPACE,
+            runtime_env=dict(runtime_env) or None,
             log_to_driver=False,
             logging_level=logging.ERROR,
-            **({} if remote else {"configure_logging": False}),
         )
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise CoordinationError(f"no Ray at {address}: {error}") from error
-    try:
-        yield Attachment(ray, address, local, remote)
-    finally:
-        ray.shutdown()
 
 
 def find(attachment: Attachment, watch: str) -> CoordinatorClient | None:
@@ -109,7 +111,8 @@ def start(
 ) -> CoordinatorClient:
     """The coordinator with these settings, new or already there.
 
-    CoordinationError when one with other settings watches the same place.
+    CoordinationError when one with other settings watches the same place. Where the cluster needs
+    our code, this connects anew: Ray takes files from a driver only then.
     """
     ray = attachment.ray
     there = find(attachment, settings.watch)
@@ -128,6 +131,9 @@ def start(
                 f"smdist coordinator stop --watch '{where.settings.watch}'"
             )
     with _runtime_env(attachment, settings, wheel_path) as runtime_env:
+        if runtime_env:
+            ray.shutdown()
+            _connect(ray, attachment.address, runtime_env)
         handle = (
             ray.remote(Coordinator)
             .options(
@@ -138,7 +144,6 @@ def start(
                 max_restarts=-1,
                 max_task_retries=-1,
                 num_cpus=0,
-                **({"runtime_env": runtime_env} if runtime_env else {}),
             )
             .remote(msgspec.json.encode(settings))
         )

@@ -26,7 +26,7 @@ import pytest
 
 __all__ = ["Cluster", "Driver", "Node", "environment", "ray_cluster", "start_cluster", "until"]
 
-ROOT = Path(__file__).parents[2]
+DRIVER = Path(__file__).with_name("ray_driver.py")
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -47,7 +47,7 @@ def environment(**more: str) -> dict[str, str]:
     return {**inherited, **quiet, **hasty, **more}
 
 
-def until(condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
+def until(condition: Callable[[], Any], what: str, timeout_s: float = 120.0) -> Any:
     """What `condition` gives once it is true."""
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):
@@ -154,8 +154,8 @@ class Driver:
         self.log = log
         with log.open("ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.servers.ray_driver", address],
-                cwd=ROOT,
+                [sys.executable, str(DRIVER), address],
+                cwd=log.parent,  # Ray lets workers import from a driver's folder
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=output,

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,7 +29,8 @@ def client(ray: Attachment, order: Order) -> CoordinatorClient:
 
 def start(ray: Attachment, order: Order) -> object:
     settings = msgspec.convert(order["settings"], Settings)
-    return msgspec.to_builtins(launcher.start(ray, settings).whereabouts())
+    wheel = Path(order["wheel"]) if "wheel" in order else None
+    return msgspec.to_builtins(launcher.start(ray, settings, wheel_path=wheel).whereabouts())
 
 
 def ask(ray: Attachment, order: Order) -> object:

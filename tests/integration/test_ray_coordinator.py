@@ -1,0 +1,222 @@
+"""The coordinator on a real Ray: drivers come and go, it stays, answers, and is stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from zipfile import ZipFile
+
+import numpy as np
+import pytest
+
+from smdist.coordination import wheel
+from smdist.coordination.watcher import Watcher
+from smdist.errors import AlreadyCoordinated
+from smdist.identity import ModeKeys
+from smdist.storage import LocalStore
+from tests.run_builder import RankWriter, RunBuilder
+from tests.servers.ray_cluster import (
+    Cluster,
+    Driver,
+    DriverError,
+    ray_cluster,
+    start_cluster,
+    until,
+)
+
+__all__ = ["ray_cluster"]  # the fixture
+
+pytestmark = pytest.mark.ray
+
+TRAIN = ModeKeys.TRAIN
+
+
+@pytest.fixture
+def driver(ray_cluster: Cluster, tmp_path: Path) -> Iterator[Driver]:
+    one = Driver(ray_cluster.address, tmp_path / "driver.log")
+    try:
+        yield one
+    finally:
+        one.leave()
+
+
+def job(place: Path, ranks: int = 2, steps: int = 3) -> list[RankWriter]:
+    """A run of which every rank has closed some steps."""
+    run = RunBuilder(LocalStore(place))
+    writers = [run.rank(rank, world=ranks) for rank in range(ranks)]
+    for step in range(steps):
+        for writer in writers:
+            save(writer, step)
+    return writers
+
+
+def save(writer: RankWriter, step: int) -> None:
+    writer.now = time.time()
+    writer.step(TRAIN, step, {"w": np.full(2, step, np.float32)}).flush()
+
+
+def settings(watch: Path, **more: object) -> dict[str, object]:
+    return {"watch": str(watch), "interval_s": 0.1, **more}
+
+
+def ask(driver: Driver, watch: Path, method: str, **arguments: object) -> object:
+    return driver("ask", watch=str(watch), method=method, arguments=arguments)
+
+
+def latest(driver: Driver, watch: Path) -> object:
+    return ask(driver, watch, "latest_complete_step")
+
+
+def test_it_answers(driver: Driver, tmp_path: Path) -> None:
+    slow, _ = job(tmp_path / "run", ranks=2, steps=3)
+    save(slow, 3)
+    driver("start", settings=settings(tmp_path / "run"))
+    until(lambda: latest(driver, tmp_path / "run") == 2, "three steps are complete")
+    status = driver("ask", watch=str(tmp_path / "run"), method="status")
+    assert (status["state"], status["last_step"], status["latest_complete"]["TRAIN"]) == (
+        "watching",
+        3,
+        2,
+    )
+    assert [(line["rank"], line["step"]) for line in status["ranks"]] == [(0, 3), (1, 2)]
+    assert ask(driver, tmp_path / "run", "missing", step=3) == {"1": "lagging"}
+    assert ask(driver, tmp_path / "run", "missing", step=1, mode="TRAIN") == {}
+    report = ask(driver, tmp_path / "run", "wait_for_step", step=2, timeout_s=5.0)
+    assert report == {
+        "step": 2,
+        "mode": "GLOBAL",
+        "standing": "complete",
+        "attempt": 0,
+        "missing": {},
+    }
+    runs = driver("ask", watch=str(tmp_path / "run"), method="runs")
+    assert {url: one["run_id"] for url, one in runs.items()} == {status["url"]: "run"}
+
+
+def test_errors_are_ours(driver: Driver, tmp_path: Path) -> None:
+    job(tmp_path / "run")
+    driver("start", settings=settings(tmp_path / "run"))
+    until(lambda: latest(driver, tmp_path / "run") == 2, "the run is read")
+    for kind, method, arguments in (
+        ("StepNotYetAvailable", "missing", {"step": 99}),
+        ("WaitTimeout", "wait_for_step", {"step": 99, "timeout_s": 0.2}),
+        ("NoSuchRun", "status", {"run": "another"}),
+    ):
+        with pytest.raises(DriverError) as failed:
+            ask(driver, tmp_path / "run", method, **arguments)
+        assert failed.value.kind == kind
+
+
+def test_it_stays_when_its_driver_leaves(ray_cluster: Cluster, tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    writers = job(place)
+    first = Driver(ray_cluster.address, tmp_path / "first.log")
+    began = first("start", settings=settings(place))
+    first.leave()
+    for writer in writers:  # nobody is there to ask for it
+        save(writer, 3)
+    until(lambda: number(place) >= 2, "it writes snapshots")
+    second = Driver(ray_cluster.address, tmp_path / "second.log")
+    try:
+        until(lambda: latest(second, place) == 3, "it went on")
+        assert second("ask", watch=str(place), method="whereabouts")["pid"] == began["pid"]
+        ask(second, place, "stop")
+    finally:
+        second.leave()
+
+
+def number(place: Path) -> int:
+    return len(list((place / "merged" / "heads").glob("*.json")))
+
+
+def test_starting_again_finds_it(driver: Driver, tmp_path: Path) -> None:
+    job(tmp_path / "run")
+    once = driver("start", settings=settings(tmp_path / "run"))
+    again = driver("start", settings=settings(tmp_path / "run"))
+    assert again == once
+    with pytest.raises(DriverError, match=r"other settings \(lost_after_s=60.0\)"):
+        driver("start", settings=settings(tmp_path / "run", lost_after_s=5.0))
+
+
+def test_stopped_it_hands_back_its_lease(driver: Driver, tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    job(place)
+    name = driver("start", settings=settings(place))["name"]
+    until(lambda: latest(driver, place) == 2, "the run is read")
+    ask(driver, place, "stop")
+    until(lambda: name not in driver("names"), "the actor is gone")
+
+    async def next_one() -> None:
+        watcher = Watcher(str(place))
+        await watcher.open()  # AlreadyCoordinated, if the lease was left
+        assert watcher.latest_complete_step() == 2
+        await watcher.close()
+
+    asyncio.run(next_one())
+
+
+def test_many_runs_below_one_place(driver: Driver, tmp_path: Path) -> None:
+    place = tmp_path / "jobs"
+    job(place / "first", steps=2)
+    driver("start", settings=settings(place))
+    until(lambda: latest(driver, place) == 1, "the first is read")
+    job(place / "second", steps=5)
+    until(lambda: len(driver("ask", watch=str(place), method="runs")) == 2, "both are found")
+    until(
+        lambda: ask(driver, place, "latest_complete_step", run="second") == 4, "the second is read"
+    )
+    assert ask(driver, place, "latest_complete_step", run="first") == 1
+
+
+def test_the_wheel_that_was_named_is_what_runs(driver: Driver, tmp_path: Path) -> None:
+    """Unlike what the cluster's own interpreter has."""
+    job(tmp_path / "run")
+    named = tmp_path / "smdist-9.9-py3-none-any.whl"
+    with ZipFile(wheel.pack(tmp_path)) as own, ZipFile(named, "w") as changed:
+        for name in own.namelist():
+            data = own.read(name)
+            if name == "smdist/__init__.py":
+                data += b'\n__version__ = "9.9"\n'
+            changed.writestr(name, data)
+    began = driver("start", settings=settings(tmp_path / "run"), wheel=str(named))
+    assert began["version"] == "9.9"
+    until(lambda: latest(driver, tmp_path / "run") == 2, "it works")
+    ask(driver, tmp_path / "run", "stop")
+
+
+# -- two for one run -----------------------------------------------------------------------------
+
+
+def test_a_second_one_is_refused_and_says_so(ray_cluster: Cluster, tmp_path: Path) -> None:
+    """On another Ray, where nothing of the first is known: the store tells."""
+    place = tmp_path / "run"
+    writers = job(place)
+    mine = Driver(ray_cluster.address, tmp_path / "mine.log")
+    with start_cluster() as another:
+        theirs = Driver(another.address, tmp_path / "theirs.log")
+        first = mine("start", settings=settings(place))
+        until(lambda: latest(mine, place) == 2, "the first one watches")
+        theirs("start", settings=settings(place))
+        status = until(lambda: state(theirs, place, "refused"), "the second one is refused")
+        assert f"process {first['pid']}" in status["detail"]
+        assert "--take-over" in status["detail"]
+        with pytest.raises(AlreadyCoordinated):
+            asyncio.run(Watcher(str(place)).open())  # a third, without any Ray
+
+        theirs("start", settings=settings(place, take_over=True))
+        until(lambda: state(theirs, place, "watching"), "the second one has taken over")
+        until(lambda: state(mine, place, "superseded"), "the first one has noticed")
+        for writer in writers:
+            save(writer, 3)
+        until(lambda: latest(theirs, place) == 3, "nothing is lost")
+        ask(theirs, place, "stop")
+        ask(mine, place, "stop")
+        theirs.leave()
+    mine.leave()
+
+
+def state(driver: Driver, place: Path, wanted: str) -> dict[str, str] | None:
+    runs = driver("ask", watch=str(place), method="runs")
+    return next((one for one in runs.values() if one["state"] == wanted), None)

@@ -89,6 +89,11 @@ def gradients(model: nn.Module) -> dict[str, np.ndarray[Any, Any]]:
     return {n: as_array(p.grad) for n, p in model.named_parameters() if p.grad is not None}
 
 
+def grad_of(parameter: torch.Tensor) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
 def train(
     model: nn.Module,
     steps: int,

@@ -1,0 +1,235 @@
+"""Which tensors the PyTorch hook captures: nested, odd, of every type, as they were at that moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import smdist.pytorch as smd
+from smdist.errors import TensorUnavailableForStep
+from tests.integration.torch_jobs import (
+    ALL,
+    Net,
+    as_array,
+    grad_of,
+    hooked,
+    read,
+    same,
+    train,
+)
+
+
+@dataclass
+class Result:
+    loss: torch.Tensor
+    hidden: tuple[torch.Tensor, ...]
+
+
+def test_nested_outputs_keyword_inputs_and_repeated_calls(tmp_path: Path) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor, *, mask: torch.Tensor, flag: bool = True) -> Result:
+            first = self.inner(x)
+            return Result(first.sum(), (first, self.inner(first * mask)))
+
+    odd, x, mask = Odd(), torch.randn(1, 2), torch.tensor([True, False])
+    with hooked(tmp_path / "run", save_all=True) as hook:
+        hook.register_module(odd)
+        result = odd(x, mask=mask)
+    trial = read(tmp_path / "run")
+    for name, value in {
+        "Odd_input_0": x,
+        "Odd_input_1": mask,
+        "Odd_output_0": result.loss,
+        "Odd_output_1": result.hidden[0],
+        "Odd_output_2": result.hidden[1],
+        "inner_output_0": result.hidden[0],
+        "inner_output_1": result.hidden[1],
+        "inner_input_1": result.hidden[0] * mask,
+    }.items():
+        assert same(trial.tensor(name).value(0), as_array(value)), name
+
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int64,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_element_type_and_shape(tmp_path: Path, dtype: torch.dtype) -> None:
+    base = torch.randn(6, 4, 5, generator=torch.Generator().manual_seed(1)) * 3
+    tensor = (base > 0) if dtype is torch.bool else base.to(dtype)
+    cases = {
+        "plain": tensor,
+        "scalar": tensor[0, 0, 0].clone(),
+        "empty": tensor[:0],
+        "transposed": tensor.transpose(0, 2),
+        "sliced": tensor[:, 1:3, ::2],
+        "expanded": tensor[:1].expand(3, 4, 5),
+        "channels_last": tensor[None].contiguous(memory_format=torch.channels_last),
+    }
+    if dtype is torch.complex64:
+        cases["conjugate"] = tensor.conj()
+        cases["negative"] = tensor.conj().imag
+    with hooked(tmp_path / "run") as hook:
+        hook.step()  # so that the first value begins a step, and is not kept for one
+        for name, value in cases.items():
+            hook.save_tensor(name, value)
+        hook.step()
+    trial = read(tmp_path / "run")
+    for name, value in cases.items():
+        plain = value.resolve_conj().resolve_neg()
+        assert same(trial.tensor(name).value(0), as_array(plain)), name
+
+
+def test_models_of_reduced_precision_and_odd_memory(tmp_path: Path) -> None:
+    conv = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()).to(torch.bfloat16)
+    conv = conv.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    with hooked(tmp_path / "run", include_collections=ALL) as hook:
+        hook.register_module(conv)
+        images = torch.randn(2, 3, 8, 8, dtype=torch.bfloat16)
+        output = conv(images.contiguous(memory_format=torch.channels_last))
+        output.sum().backward()
+        gradient = as_array(grad_of(conv[0].weight))
+    trial = read(tmp_path / "run")
+    assert same(trial.tensor("Sequential_0.weight").value(0), as_array(conv[0].weight))
+    assert same(trial.tensor("gradient/Sequential_0.weight").value(0), gradient)
+    assert same(trial.tensor("1_output_0").value(0), as_array(output))
+
+
+def test_a_value_is_what_it_was_when_it_was_captured(tmp_path: Path) -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+            self.relu = nn.ReLU(inplace=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.relu(self.fc(x))
+            return out
+
+    net, x = InPlace(), torch.randn(2, 4)
+    expected = as_array(torch.nn.functional.linear(x, net.fc.weight, net.fc.bias))
+    with hooked(tmp_path / "run", save_all=True) as hook:
+        hook.register_module(net)
+        with torch.no_grad():
+            net(x).zero_()
+            saved = torch.arange(4.0)
+            hook.save_tensor("mine", saved)
+            saved.zero_()
+    trial = read(tmp_path / "run")
+    assert same(trial.tensor("fc_output_0").value(0), expected)
+    assert same(trial.tensor("relu_input_0").value(0), expected)
+    assert same(trial.tensor("mine").value(0), np.arange(4.0, dtype=np.float32))
+
+
+def test_frozen_shared_and_unused_parameters(tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(5, 3)
+            self.head = nn.Linear(3, 5, bias=False)
+            self.head.weight = self.embed.weight
+            self.frozen = nn.Linear(3, 3)
+            self.frozen.requires_grad_(False)
+            self.unused = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.head(self.frozen(self.embed(x)))
+            return out
+
+    tied = Tied()
+    with hooked(tmp_path / "run", include_collections=["weights", "gradients"]) as hook:
+        hook.register_module(tied)
+        for _ in range(2):
+            tied(torch.tensor([1, 2])).sum().backward()
+    trial = read(tmp_path / "run")
+    assert trial.steps() == [0, 1]
+    assert set(trial.tensor_names()) == {
+        "Tied_embed.weight",
+        "Tied_frozen.weight",
+        "Tied_unused.weight",
+        "gradient/Tied_embed.weight",
+    }
+
+
+def test_parameters_that_are_replaced_are_found_again(tmp_path: Path) -> None:
+    net = Net()
+    with hooked(tmp_path / "run", include_collections=["weights", "gradients"]) as hook:
+        hook.register_module(net)
+        train(net, 1)
+        net.fc2.weight = nn.Parameter(torch.ones(2, 8))
+        net.half().float()
+        before, computed = train(net, 1)
+    trial = read(tmp_path / "run")
+    assert same(trial.tensor("Net_fc2.weight").value(1), before[0]["fc2.weight"])
+    assert same(trial.tensor("gradient/Net_fc2.weight").value(1), computed[0]["fc2.weight"])
+
+
+def test_lazy_modules_appear_once_they_have_a_shape(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 1))
+    with hooked(tmp_path / "run", include_collections=["weights"]) as hook:
+        hook.register_module(net)
+        net(torch.randn(2, 4))
+        net(torch.randn(2, 4))
+    trial = read(tmp_path / "run")
+    assert trial.tensor("Sequential_0.weight").steps() == [1]
+    assert trial.tensor("Sequential_1.weight").steps() == [0, 1]
+
+
+def test_tensors_without_dense_values_are_reported_and_cost_nothing_else(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1))
+    settings = {"include_collections": ["weights", "gradients"], "on_error": "warn"}
+    with hooked(tmp_path / "run", **settings) as hook:
+        hook.register_module(net)
+        for _ in range(3):
+            net(torch.tensor([1, 2])).sum().backward()
+        hook.save_tensor("nowhere", torch.empty(3, device="meta"))
+        assert hook.errors == 4
+    trial = read(tmp_path / "run")
+    assert trial.tensor("gradient/Sequential_1.weight").steps() == [0, 1, 2]
+    assert not trial.has_tensor("gradient/Sequential_0.weight")
+    troubles = "\n".join(text for texts in trial.troubles().values() for text in texts)
+    assert "gradient/Sequential_0.weight" in troubles
+    assert "sparse" in troubles
+    assert "meta device" in troubles
+
+
+def test_reductions_instead_of_values(tmp_path: Path) -> None:
+    net = Net()
+    config = smd.ReductionConfig(reductions=["mean", "max"], norms=["l2"])
+    with hooked(
+        tmp_path / "run", include_collections=["weights", "gradients"], reduction_config=config
+    ) as hook:
+        hook.register_module(net)
+        before, computed = train(net, 2)
+    trial = read(tmp_path / "run")
+    for step in range(2):
+        for name, value in (
+            ("Net_fc1.weight", before[step]["fc1.weight"]),
+            ("gradient/Net_fc1.weight", computed[step]["fc1.weight"]),
+        ):
+            tensor, exact = trial.tensor(name), value.astype(np.float64)
+            assert tensor.reduction_value(step, "mean") == pytest.approx(exact.mean(), rel=1e-12)
+            assert tensor.reduction_value(step, "max") == exact.max()
+            assert tensor.reduction_value(step, "l2") == pytest.approx(np.linalg.norm(exact))
+            with pytest.raises(TensorUnavailableForStep):
+                tensor.value(step)

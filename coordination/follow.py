@@ -58,6 +58,7 @@ class Rhythm:
     """How often things are asked for, in seconds."""
 
     interval_s: float = 1.0  # a rank that writes, at the most
+    expect_s: float = 10.0  # a rank that writes, at the least, however seldom it does
     most_s: float = 30.0  # a silent rank, at the least
     beat_s: float = 15.0  # the heartbeat of a rank that wrote nothing for that long
     discover_s: float = 5.0  # the listing of sessions, once the job runs
@@ -74,7 +75,7 @@ class Track:
     seq: int = 0  # the next one
     final: bool = False
     written_at: float = 0.0  # the newest one, by its writer's clock
-    gap_s: float = 0.0  # between two of them, on the average
+    gaps: tuple[float, ...] = ()  # between the last few
     heard_at: float = 0.0  # by our clock
     beaten_at: float = 0.0  # the newest heartbeat, by its writer's clock
     seen_at: float = 0.0  # newest sign of life, by its writer's clock
@@ -98,24 +99,31 @@ class Track:
     def took(self, manifest: RankManifest, now: float) -> None:
         self.seq = manifest.seq + 1
         if self.written_at:
-            gap = max(0.0, manifest.time - self.written_at)
-            self.gap_s = gap if not self.gap_s else (self.gap_s + gap) / 2
+            self.gaps = (*self.gaps[-2:], max(0.0, manifest.time - self.written_at))
         self.written_at, self.heard_at = manifest.time, now
         self.seen_at = max(self.seen_at, manifest.time)
         self.final = manifest.state != "active"
         self.torn, self.failures = False, 0
 
-    def expected_at(self, now: float) -> float:
-        """When the next manifest is to be expected; clocks of two machines differ."""
-        return min(max(self.written_at + self.gap_s, now), now + self.gap_s)
+    def expected_at(self, now: float, most_s: float) -> float:
+        """When the next manifest is to be expected; clocks of two machines differ.
+
+        By the shortest of the last few gaps: a pause of the job says nothing of what follows it.
+        """
+        gap_s = min(min(self.gaps, default=0.0), most_s)
+        return min(max(self.written_at + gap_s, now), now + gap_s)
 
     def after_success(self, now: float, rhythm: Rhythm) -> None:
-        self.due_at = max(self.expected_at(now), now + rhythm.interval_s)
+        expected_at = self.expected_at(now, rhythm.expect_s)
+        self.due_at = max(expected_at, now + rhythm.interval_s)
 
     def after_miss(self, now: float, rhythm: Rhythm) -> None:
-        silence = max(now - self.heard_at, self.gap_s)
+        gap_s = min(self.gaps, default=0.0)
+        wait_s, most_s = max(now - self.heard_at, gap_s) / 8, rhythm.most_s
+        if now < self.written_at + gap_s:  # it was asked before its time
+            wait_s, most_s = self.written_at + gap_s - now, rhythm.expect_s
         self.window = 1
-        self.due_at = now + min(max(silence / 8, rhythm.interval_s), rhythm.most_s)
+        self.due_at = now + min(max(wait_s, rhythm.interval_s), most_s)
 
     def after_failure(self, now: float, rhythm: Rhythm) -> None:
         self.failures += 1
@@ -350,11 +358,10 @@ class Follow:
             track.after_miss(now, self.rhythm)
             return False
         track.after_success(now, self.rhythm)
-        if track.seq < first + window:
-            track.window = 1
-            return False
-        track.window = min(2 * window, _MOST_WINDOW)
-        return track.hinted >= track.seq or track.expected_at(now) <= now
+        expected_at = track.expected_at(now, self.rhythm.expect_s)
+        more = track.seq == first + window and (track.hinted >= track.seq or expected_at <= now)
+        track.window = min(2 * window, _MOST_WINDOW) if more else 1
+        return more
 
     async def _manifest(self, track: Track, seq: int) -> RankManifest | None:
         key = track.key(seq)

@@ -1,0 +1,546 @@
+"""A run, watched on a clock that the test moves: who is behind, who is lost, what is complete."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+import pytest
+
+from smdist.coordination.membership import PATIENCE, Patience, rank_reports
+from smdist.coordination.snapshot import POINTER_KEY, Pointer, load_view
+from smdist.coordination.status import RankLine, RunStatus
+from smdist.coordination.watch import Watch
+from smdist.coordination.watcher import Watcher
+from smdist.errors import (
+    CoordinationError,
+    NoSuchRun,
+    StepNotYetAvailable,
+    StepUnavailable,
+    WaitTimeout,
+)
+from smdist.identity import ModeKeys
+from smdist.manifest import RUN_KEY, Run, layout_key, manifest_key
+from smdist.storage.below import Below
+from smdist.storage.local import LocalStore
+from smdist.storage.memory import MemoryStore
+from tests.faults.coordinator_driver import Life, from_scratch
+from tests.run_builder import RankWriter, RunBuilder
+
+T = TypeVar("T")
+TRAIN, EVAL = ModeKeys.TRAIN, ModeKeys.EVAL
+TENSORS = {"w": np.ones(3, np.float32)}
+
+
+@dataclass
+class Bench:
+    """A job of some ranks, its watcher, and the time."""
+
+    time: float = 10_000.0
+    patience: Patience = PATIENCE
+    store: MemoryStore = field(default_factory=lambda: MemoryStore("watched"))
+    ranks: list[RankWriter] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.job = RunBuilder(self.store, now=self.time)
+        self.requests = Life(self.store)
+        self.watcher = self.another()
+
+    def another(self) -> Watcher:
+        return Watcher(
+            "memory://watched",
+            store=self.requests,
+            now=lambda: self.time,
+            patience=self.patience,
+            writer="test",
+        )
+
+    def start(self, world: int, attempt: int = 0) -> list[RankWriter]:
+        self.ranks = [
+            self.job.rank(rank, world, attempt=attempt, now=self.time) for rank in range(world)
+        ]
+        return self.ranks
+
+    def save(self, step: int, *ranks: int, mode: ModeKeys = TRAIN, number: int = -1) -> None:
+        for rank in ranks or range(len(self.ranks)):
+            self.ranks[rank].now = self.time
+            self.ranks[rank].step(mode, step, TENSORS, step=number if number >= 0 else None).flush()
+
+    def turn(self, after_s: float = 2.0) -> bool:
+        self.time += after_s
+        return asyncio.run(self.watcher.turn())
+
+    def turns(self, seconds: float, every_s: float = 1.0, *beating: int) -> None:
+        until = self.time + seconds
+        while self.time < until:
+            for rank in beating:
+                self.ranks[rank].beat(self.time)
+            self.turn(every_s)
+
+    def line(self, rank: int) -> RankLine:
+        return self.watcher.status().ranks[rank]
+
+    @property
+    def state(self) -> str:
+        return self.watcher.state
+
+    def pointer(self) -> Pointer:
+        return msgspec.json.decode(self.store.objects[POINTER_KEY], type=Pointer)
+
+
+def run(work: Awaitable[T]) -> T:
+    async def wrapped() -> T:
+        return await work
+
+    return asyncio.run(wrapped())
+
+
+@pytest.fixture
+def bench() -> Bench:
+    bench = Bench()
+    run(bench.watcher.open())
+    return bench
+
+
+# -- completeness ----------------------------------------------------------------------------------
+
+
+def test_the_latest_complete_step_follows_the_slowest_rank(bench: Bench) -> None:
+    bench.start(3)
+    assert bench.watcher.latest_complete_step() == -1
+    for step in range(6):
+        bench.save(step, 0, 1)
+        if step % 2:
+            bench.save(step // 2, 2)
+        bench.turn()
+        assert bench.watcher.latest_complete_step() == (step - 1) // 2
+    assert bench.watcher.missing(5) == {2: "lagging"}
+    assert bench.watcher.missing(1) == {}
+    status = bench.watcher.status()
+    assert status.latest_complete == {"TRAIN": 2, "GLOBAL": 2}
+    assert (status.last_step, status.steps, status.complete_steps) == (5, 6, 3)
+    assert msgspec.json.decode(msgspec.json.encode(status), type=RunStatus) == status
+
+
+def test_lagging_says_how_far(bench: Bench) -> None:
+    bench.start(2)
+    bench.save(0)
+    for step in range(1, 9):
+        bench.time += 10
+        bench.save(step, 0)
+        bench.ranks[1].beat(bench.time)
+        bench.turn(0.5)
+    line = bench.line(1)
+    assert (line.status, line.step, line.behind_steps) == ("lagging", 0, 8)
+    assert 80 <= line.behind_s <= 85
+    assert bench.line(0).status == "active"
+    assert bench.watcher.status().lagging == (line,)
+    assert bench.watcher.step(8).standing == "pending"
+
+
+def test_a_stopped_rank_becomes_lost_and_a_late_commit_makes_it_whole(bench: Bench) -> None:
+    """SIGSTOP and SIGCONT, as a coordinator sees them."""
+    bench.start(2)
+    bench.save(0)
+    bench.turn()
+    stopped = bench.time
+    for step in range(1, 40):
+        bench.save(step, 0)
+        bench.turn(2.0)
+        lost = bench.line(1).status == "lost"
+        assert lost is (bench.time - (stopped - 2.0) > PATIENCE.lost_after_s)
+    assert "nothing heard" in bench.line(1).reason
+    assert bench.watcher.missing(30) == {1: "lost"}
+    assert bench.watcher.step(30).standing == "partial"
+    assert bench.watcher.latest_complete_step() == 0
+    for step in range(1, 40):
+        bench.save(step, 1)
+    bench.turns(PATIENCE.lost_after_s / 2)
+    assert bench.line(1).status == "active"
+    assert bench.watcher.step(30).standing == "complete"
+    assert bench.watcher.latest_complete_step() == 39
+
+
+def test_a_rank_that_beats_is_alive_and_a_fresh_snapshot_says_so(bench: Bench) -> None:
+    bench.start(2)
+    bench.save(0)
+    bench.turn()
+    before = len([key for key in bench.store.objects if key.startswith("merged/heads/")])
+    for _ in range(60):
+        bench.turns(5.0, 5.0, 0, 1)
+        assert bench.line(0).status == bench.line(1).status == "active"
+        # By what a reader finds in the store, whenever it looks.
+        view = run(load_view(bench.store, bench.pointer())).view
+        reports = rank_reports(view, 0, bench.time)
+        assert {str(report.status) for report in reports.values()} == {"active"}
+    after = len([key for key in bench.store.objects if key.startswith("merged/heads/")])
+    assert after - before <= 300 / 15 + 1, "heartbeats alone make few snapshots"
+
+
+def test_modes_count_for_themselves(bench: Bench) -> None:
+    bench.start(1)
+    bench.save(0, number=0)
+    bench.save(0, mode=EVAL, number=1)
+    bench.save(1, number=2)
+    bench.turn()
+    watcher = bench.watcher
+    assert watcher.latest_complete_step(TRAIN) == 1
+    assert watcher.latest_complete_step(EVAL) == 0
+    assert watcher.latest_complete_step() == 2
+    assert watcher.step(1).complete
+    assert watcher.status().latest_complete == {"TRAIN": 1, "EVAL": 0, "GLOBAL": 2}
+    with pytest.raises(StepNotYetAvailable):
+        watcher.missing(7)
+    bench.ranks[0].end()
+    bench.turn()
+    with pytest.raises(StepUnavailable):
+        watcher.missing(7)
+
+
+def test_an_elastic_restart_with_another_world_goes_on(bench: Bench) -> None:
+    bench.start(3)
+    for step in range(4):
+        bench.save(step)
+    bench.save(4, 0, 1)
+    bench.turn()
+    assert bench.watcher.missing(4) == {2: "lagging"}
+    for rank in bench.ranks:
+        rank.lose()
+    bench.turns(6)
+    assert bench.state == "watching", "a job that failed may be started again"
+    bench.start(2, attempt=1)
+    for step in range(3, 7):
+        bench.save(step)
+    bench.turns(10)
+    status = bench.watcher.status()
+    assert [line.attempt for line in status.attempts] == [0, 1]
+    assert [line.expected for line in status.attempts] == [3, 2]
+    assert len(status.ranks) == 2
+    assert bench.watcher.step(4).attempt == 1
+    assert bench.watcher.step(2).attempt == 0
+    assert bench.watcher.latest_complete_step() == 6
+    assert status.steps == 7, "steps that ran twice are there once"
+    for rank in bench.ranks:
+        rank.now = bench.time
+        rank.end()
+    bench.turns(3)
+    assert bench.state == "finished"
+    assert bench.pointer().final
+
+
+# -- endings ---------------------------------------------------------------------------------------
+
+
+def test_a_run_that_ends_cleanly_is_final_soon(bench: Bench) -> None:
+    for rank in bench.start(2):
+        rank.step(TRAIN, 0, TENSORS).end()
+    assert bench.turn()
+    bench.turn()
+    assert bench.state == "finished"
+    assert bench.pointer().final
+    assert not bench.turn()
+    again = bench.another()
+    run(again.open())
+    assert again.state == "finished"
+    assert again.latest_complete_step() == 0
+    claims = [key for key in bench.store.objects if key.startswith("merged/claims/")]
+    assert len(claims) == 1, "nothing is claimed to look at a finished run"
+
+
+def test_a_finished_run_that_is_resumed_is_watched_again(bench: Bench) -> None:
+    bench.start(1)[0].step(TRAIN, 0, TENSORS).end()
+    bench.turns(3)
+    assert not run(bench.watcher.resumed())
+    bench.start(1, attempt=1)
+    bench.save(1)
+    assert run(bench.watcher.resumed())
+    bench.watcher = bench.another()
+    run(bench.watcher.open())
+    assert bench.state == "watching"
+    bench.turn()
+    assert bench.watcher.latest_complete_step() == 1
+    assert not bench.pointer().final
+
+
+def test_a_rank_of_which_nothing_is_heard_ends_the_run_after_a_long_time(bench: Bench) -> None:
+    ranks = bench.start(2)
+    bench.save(0)
+    ranks[0].end()
+    bench.turns(5 * PATIENCE.lost_after_s, 5.0)
+    assert bench.state == "watching", "it may come back"
+    bench.turns(6 * PATIENCE.lost_after_s, 5.0)
+    assert bench.state == "finished"
+
+
+# -- waiting ---------------------------------------------------------------------------------------
+
+
+def test_wait_for_step(bench: Bench) -> None:
+    bench.start(2)
+    bench.save(0)
+    bench.save(1, 0)
+    bench.turn()
+
+    async def act() -> None:
+        watcher = bench.watcher
+        assert (await watcher.wait_for_step(0)).complete
+        with pytest.raises(WaitTimeout, match=r"rank 1 \(lagging\).*latest complete step is 0"):
+            await watcher.wait_for_step(1, timeout_s=0.01)
+        waiting = asyncio.create_task(watcher.wait_for_step(1))
+        await asyncio.sleep(0)
+        await asyncio.to_thread(bench.save, 1, 1)
+        bench.time += 2
+        await watcher.turn()
+        assert (await waiting).standing == "complete"
+        waiting = asyncio.create_task(watcher.wait_for_step(9))
+        await asyncio.sleep(0)
+        await watcher.close()
+        with pytest.raises(CoordinationError, match="not watched any more"):
+            await waiting
+
+    asyncio.run(act())
+
+
+def test_a_wait_ends_when_nothing_more_can_come(bench: Bench) -> None:
+    ranks = bench.start(2)
+    bench.save(0)
+    bench.save(1, 0)
+    ranks[1].lose()
+    bench.turn()
+    report = run(bench.watcher.wait_for_step(1))
+    assert (report.standing, report.missing) == ("partial", {1: "lost"})
+    ranks[0].end()
+    bench.turn()
+    assert run(bench.watcher.wait_for_step(2)).standing == "not saved"
+
+
+# -- troubles --------------------------------------------------------------------------------------
+
+
+def test_no_run_yet() -> None:
+    store = MemoryStore("empty")
+    with pytest.raises(NoSuchRun):
+        run(Watcher("memory://empty", store=store).open())
+    newer = Run("r", 0.0, "pytorch", format=99)
+    store.objects[RUN_KEY] = msgspec.json.encode(newer)
+    with pytest.raises(CoordinationError, match="format 99"):
+        run(Watcher("memory://empty", store=store).open())
+
+
+def test_a_snapshot_that_cannot_be_read_is_made_anew(bench: Bench) -> None:
+    bench.start(2)
+    for step in range(4):
+        bench.save(step)
+        bench.turn()
+    bench.store.objects[bench.pointer().head] = b"{torn"
+    bench.watcher = bench.another()
+    run(bench.watcher.open())
+    assert "cannot be read" in bench.watcher.status().troubles[0]
+    bench.turns(3)
+    assert bench.watcher.latest_complete_step() == 3
+    assert not bench.watcher.status().troubles
+    view = run(load_view(bench.store, bench.pointer())).view
+    assert view.canonical() == from_scratch(bench.store).canonical()
+
+
+def test_a_torn_or_missing_object_stops_nobody(bench: Bench) -> None:
+    bench.start(2)
+    for step in range(6):
+        bench.save(step)
+    whole = dict(bench.store.objects)
+    torn, gone = manifest_key("worker_0", 0, 2), manifest_key("worker_1", 0, 3)
+    layout = next(key for key in whole if key.startswith(layout_key("")[:8]))
+    bench.store.objects[torn] = b'{"session": '
+    del bench.store.objects[gone]
+    bench.store.objects[layout] = b""
+    bench.turn()
+    assert bench.watcher.latest_complete_step() == 1
+    assert any(torn in text for text in bench.watcher.status().troubles)
+    bench.turns(200, 1.0, 0, 1)
+    assert bench.watcher.latest_complete_step() == 5, "what comes after it is read"
+    assert bench.watcher.missing(2) == {0: "skipped"}
+    assert bench.watcher.missing(3) == {1: "skipped"}
+    assert any("passed over" in text for text in bench.watcher.status().troubles)
+    bench.store.objects[layout] = whole[layout]
+    bench.turns(30, 1.0, 0, 1)
+    assert (
+        layout[len("layouts/") : -len(".json")]
+        in run(load_view(bench.store, bench.pointer())).layouts
+    )
+
+
+def test_a_store_that_is_down_is_told_and_survived(bench: Bench) -> None:
+    bench.start(4)
+    bench.save(0)
+    bench.turn()
+    bench.requests.faults = frozenset(range(0, 1 << 14, 2))  # every other one fails
+    bench.save(1)
+    for _ in range(30):
+        bench.turn(5)
+    assert bench.watcher.status().troubles
+    bench.requests.faults = frozenset()
+    bench.turns(60, 1.0, *range(4))
+    status = bench.watcher.status()
+    assert not status.troubles
+    assert status.latest_complete["GLOBAL"] == 1
+
+
+# -- how many requests -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("gap_s", "most"), [(3.0, 2.0), (20.0, 3.0)])
+def test_a_rank_is_asked_about_as_often_as_it_writes(gap_s: float, most: float) -> None:
+    ranks, steps = 64, 10
+    bench = Bench()
+    run(bench.watcher.open())
+    bench.start(ranks)
+    for step in range(2):
+        bench.save(step)
+        bench.turns(gap_s)
+    bench.requests.counts.clear()
+    for step in range(2, 2 + steps):
+        bench.save(step)
+        bench.turns(gap_s)
+        assert bench.watcher.latest_complete_step() == step
+    counts = bench.requests.counts
+    written = ranks * steps
+    assert written <= counts["get manifests"] <= most * written
+    assert counts["list manifests"] == 0
+    assert counts["get heartbeats"] <= 2 * written
+    seconds = steps * gap_s
+    assert counts["list sessions"] <= seconds / 5 + 60
+
+
+def test_a_rank_that_has_ended_is_not_asked_again(bench: Bench) -> None:
+    ranks = bench.start(8)
+    bench.save(0)
+    for rank in ranks[1:]:
+        rank.end()
+    bench.turns(10)
+    bench.requests.counts.clear()
+    bench.turns(30, 1.0, 0)
+    assert bench.requests.counts["get manifests"] <= 30
+    assert bench.requests.counts["get heartbeats"] <= 3
+
+
+def test_a_restart_reads_only_what_is_new() -> None:
+    bench = Bench()
+    run(bench.watcher.open())
+    bench.start(8)
+    for step in range(20):
+        bench.save(step)
+        bench.turn()
+    bench.save(20)
+    bench.requests.counts.clear()
+    bench.watcher = bench.another()
+    run(bench.watcher.open())
+    bench.turn(0.0)
+    assert bench.watcher.latest_complete_step() == 20
+    assert bench.requests.counts["get manifests"] <= 2 * 8 + 8
+    assert bench.requests.counts["get sessions"] == 0
+    assert bench.requests.counts["get layouts"] == 0
+
+
+def test_a_backlog_is_read_in_bulk(bench: Bench) -> None:
+    bench.start(2)
+    for step in range(200):
+        bench.time += 2
+        bench.save(step)
+    for _ in range(6):
+        bench.turn(1.0)
+    assert bench.watcher.latest_complete_step() == 199
+    assert bench.requests.counts["get manifests"] < 400 + 100
+
+
+def test_a_hint_is_followed_at_once(bench: Bench) -> None:
+    bench.start(1)
+    for step in range(4):
+        bench.save(step)
+        bench.turns(60)
+    bench.turns(10)
+    bench.save(4)
+    bench.requests.counts.clear()
+    bench.turn(0.0)
+    assert bench.requests.counts["get manifests"] == 0, "it is not due"
+    bench.watcher.hint("worker_0", 0, 4)
+    bench.watcher.hint("worker_0", 0, 2)
+    bench.watcher.hint("nonsense", 0, 4)
+    bench.watcher.hint("worker_9", 7, 4)
+    bench.turn(0.0)
+    assert bench.watcher.latest_complete_step() == 4
+    assert bench.requests.counts["get manifests"] == 1
+
+
+# -- many runs -------------------------------------------------------------------------------------
+
+
+async def until(condition: object, watch: Watch) -> None:
+    for _ in range(2000):
+        if condition():  # type: ignore[operator]
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"{watch.trouble} {watch.runs()}")
+
+
+@pytest.mark.parametrize("kind", ["memory", "local"])
+def test_runs_below_a_place_are_found_as_they_appear(kind: str, tmp_path_factory: object) -> None:
+    store = (
+        MemoryStore("place") if kind == "memory" else LocalStore(tmp_path_factory.mktemp("place"))  # type: ignore[attr-defined]
+    )
+
+    def begin(name: str) -> RankWriter:
+        return RunBuilder(Below(store, name)).rank(0).step(TRAIN, 0, TENSORS).flush()
+
+    async def act() -> None:
+        stop = asyncio.Event()
+        watch = Watch(store.url, store=store, interval_s=0.02)
+        running = asyncio.create_task(watch.run(stop))
+        with pytest.raises(NoSuchRun):
+            watch.watcher()
+        first = await asyncio.to_thread(begin, "a/run1")
+        await until(lambda: watch.runs(), watch)
+        await until(lambda: watch.watcher().latest_complete_step() == 0, watch)
+        await asyncio.to_thread(begin, "run2")
+        await until(lambda: len(watch.runs()) == 2, watch)
+        assert set(watch.runs()) == {f"{store.url.rstrip('/')}/{n}" for n in ("a/run1", "run2")}
+        assert watch.watcher("run2").url.endswith("run2")
+        await asyncio.to_thread(first.end)
+        await until(lambda: watch.watcher("a/run1").state == "finished", watch)
+        with pytest.raises(NoSuchRun):
+            watch.watcher("run3")
+        stop.set()
+        await running
+        assert watch.watcher("run2").state == "stopped"
+        await watch.close()
+
+    asyncio.run(act())
+
+
+def test_a_place_that_is_a_run_and_one_that_another_coordinator_has() -> None:
+    store = MemoryStore("one")
+    rank = RunBuilder(store).rank(0).step(TRAIN, 0, TENSORS).flush()
+
+    async def act() -> None:
+        stop, other_stop = asyncio.Event(), asyncio.Event()
+        watch = Watch(store.url, store=store, interval_s=0.02)
+        running = asyncio.create_task(watch.run(stop))
+        await until(lambda: watch.runs() and watch.watcher().latest_complete_step() == 0, watch)
+        other = Watch(store.url, store=store, interval_s=0.02)
+        standing_by = asyncio.create_task(other.run(other_stop))
+        await until(lambda: other.runs() and other.watcher().state == "refused", other)
+        assert "--take-over" in other.watcher().status().detail
+        stop.set()
+        await running
+        await watch.close()
+        await until(lambda: other.watcher().state == "watching", other)
+        await asyncio.to_thread(rank.end)
+        await until(lambda: other.watcher().state == "finished", other)
+        other_stop.set()
+        await standing_by
+        await other.close()
+
+    asyncio.run(act())

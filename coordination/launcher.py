@@ -54,15 +54,17 @@ def attach(address: str = "local", *, start_local: bool = True) -> Iterator[Atta
     """
     local = address == "local"
     if local:
+        os.environ.update(local_ray.LOOPBACK)  # before ray is imported: it reads this once
+    elif address != "auto":
+        _check(address)
+    ray = _import_ray()
+    if local:
         here = local_ray.start() if start_local else local_ray.find()
         if here is None:
             raise CoordinationError(
                 "no coordinator runs on this machine: smdist coordinator start --watch URL"
             )
-        os.environ.update(local_ray.LOOPBACK)  # before ray is imported: it reads this once
         address = here.address
-    _check(address)
-    ray = _import_ray()
     _connect(ray, address, {})
     try:
         yield Attachment(ray, address, local)
@@ -176,8 +178,6 @@ def _check(address: str) -> None:
             "smdist coordinator start --address auto --watch URL"
         )
     place = address.removeprefix("ray://")
-    if place == "auto":
-        return
     host, _, port = place.rpartition(":")
     if not host or not port.isdigit():
         raise ConfigurationError(

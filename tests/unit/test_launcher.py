@@ -1,0 +1,196 @@
+"""What the launcher decides before there is a Ray, and the wheel it would send."""
+
+from __future__ import annotations
+
+import csv
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from zipfile import ZipFile
+
+import msgspec
+import pytest
+
+import smdist
+from smdist.coordination import launcher, local_ray, wheel
+from smdist.coordination.coordinator import Settings, actor_name, canonical_url
+from smdist.errors import ConfigurationError, CoordinationError
+
+# -- names ---------------------------------------------------------------------------------------
+
+
+def test_a_place_has_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert actor_name("jobs") == actor_name(f"{tmp_path}/jobs/") == actor_name("./jobs")
+    assert actor_name(f"file://{tmp_path}/jobs") == actor_name("jobs")
+    assert actor_name("s3://bucket/jobs/") == actor_name("s3://bucket/jobs")
+    assert actor_name("s3://bucket/jobs") != actor_name("s3://bucket/job")
+    assert actor_name("jobs").startswith("coordinator-v1-")
+
+
+def test_a_place_keeps_its_server() -> None:
+    url = "s3://bucket/jobs?endpoint_url=http://127.0.0.1:9000"
+    assert canonical_url("s3://bucket/jobs/?endpoint_url=http://127.0.0.1:9000") == url
+    assert actor_name(url) != actor_name("s3://bucket/jobs")
+
+
+@pytest.mark.parametrize("name", ["interval_s", "lost_after_s", "lagging_after_s", "lease_s"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
+def test_settings_are_checked(name: str, value: float) -> None:
+    with pytest.raises(ConfigurationError, match=name):
+        msgspec.structs.replace(Settings("jobs"), **{name: value})
+
+
+# -- addresses -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("address", ["nowhere", "host:", ":6379", "host:port", "ray://host", ""])
+def test_no_address(address: str) -> None:
+    with pytest.raises(ConfigurationError, match="no address of a Ray"), launcher.attach(address):
+        pass
+
+
+def test_an_address_for_jobs_names_the_way() -> None:
+    with (
+        pytest.raises(ConfigurationError, match="ray job submit --address http://head:8265"),
+        launcher.attach("http://head:8265"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_nobody_there_is_said_at_once(scheme: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"{scheme}127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(CoordinationError, match="no Ray answers at"), launcher.attach(address):
+            pass
+
+
+def without_ray(*command: str) -> subprocess.CompletedProcess[str]:
+    """The command line in an environment that has no Ray, and where none could start."""
+    code = (
+        "import sys\n"
+        "class Absent:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] == 'ray':\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name='ray')\n"
+        "sys.meta_path.insert(0, Absent())\n"
+        "from smdist.cli import main\n"
+        f"sys.argv[1:] = {list(command)!r}\n"
+        "main()\n"
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("address", ["local", "auto"])
+def test_without_ray_the_extra_is_named(address: str) -> None:
+    done = without_ray("coordinator", "start", "--address", address, "--watch", "jobs")
+    assert done.returncode == 1
+    assert "pip install 'smdist[ray]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_command_is_there_without_ray() -> None:
+    done = without_ray("coordinator", "--help")
+    assert done.returncode == 0
+    assert "start" in done.stdout
+
+
+def test_wrong_numbers_are_refused_before_anything_starts() -> None:
+    done = without_ray("coordinator", "start", "--watch", "jobs", "--lost-after", "0")
+    assert done.returncode == 2
+    assert "lost_after_s must be greater than 0" in done.stderr
+
+
+# -- the local Ray -------------------------------------------------------------------------------
+
+
+def test_its_folder_leaves_room_for_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/tmp/" + "x" * 80)
+    assert len(str(local_ray.folder({}))) <= 45
+    with pytest.raises(CoordinationError, match="too long"):
+        local_ray.folder({"SMDIST_RAY_DIR": "/tmp/" + "x" * 80})
+    assert local_ray.folder({"SMDIST_RAY_DIR": "/tmp/mine"}) == Path("/tmp/mine")
+
+
+def test_its_folder_is_nobody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link, say, that somebody else has put there."""
+    (tmp_path / "real").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "real")
+    monkeypatch.setattr(local_ray, "folder", lambda: link)
+    with pytest.raises(CoordinationError, match="not a folder of this user"):
+        local_ray.start()
+
+
+def test_a_record_of_a_process_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its number may be somebody else's by now, whom nobody may end."""
+    monkeypatch.setattr(local_ray, "folder", lambda: tmp_path)
+    (tmp_path / "head.json").write_text(
+        f'{{"address": "127.0.0.1:1", "pid": {os.getpid()}, "ticks": 1, "log": ""}}'
+    )
+    assert local_ray.find() is None
+    assert local_ray.stop() is False
+    assert not (tmp_path / "head.json").exists()
+
+
+# -- the wheel -----------------------------------------------------------------------------------
+
+
+def test_a_wheel_of_what_runs_here(tmp_path: Path) -> None:
+    packed = wheel.pack(tmp_path)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index"),
+            *("--target", tmp_path / "site", packed),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    code = (
+        "import smdist\n"
+        "from smdist.coordination import wheel\n"
+        "import smdist.workers.uploader, smdist.trials, smdist.cli\n"
+        "print(smdist.__file__, smdist.__version__, wheel.digest())"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    assert told == [
+        str(tmp_path / "site" / "smdist" / "__init__.py"),
+        smdist.__version__,
+        wheel.digest(),
+    ]
+
+
+def test_a_wheel_records_what_it_holds(tmp_path: Path) -> None:
+    with ZipFile(wheel.pack(tmp_path)) as archive:
+        names = archive.namelist()
+        record = next(name for name in names if name.endswith("/RECORD"))
+        rows = list(csv.reader(archive.read(record).decode().splitlines()))
+    assert [row[0] for row in rows] == names
+    assert not [name for name in names if "__pycache__" in name]
+
+
+def test_the_same_sources_give_the_same_wheel(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    assert wheel.pack(tmp_path / "a").read_bytes() == wheel.pack(tmp_path / "b").read_bytes()
+
+
+def test_what_a_cluster_may_lack() -> None:
+    needed = {launcher._module(text) for text in wheel.requirements()}
+    assert {*launcher._NEEDED, "aiobotocore"} <= needed
+    assert not needed & {"ray", "torch", "pytest"}

@@ -7,11 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from smdist.coordination.membership import RankReport
+from smdist.coordination.membership import RankReport, RankStatus
+from smdist.coordination.spans import spans_of
 from smdist.identity import ModeKeys, worker_name
 from smdist.trials.catalogue import Catalogue
 
 __all__ = ["AttemptInfo", "DroppedTensors", "attempt_info", "describe", "dropped"]
+
+
+_MOST_LINES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,34 @@ def describe(name: str, path: str, catalogue: Catalogue) -> str:
         lines.append(
             f"attempt {attempt}: {len(catalogue.expected[attempt])} ranks expected; {said}"
         )
+        lines += _absentees(catalogue.reports(attempt))
     lost = dropped(catalogue)
     if lost:
         lines.append(f"dropped: {sum(len(d.names) for d in lost)} tensors in {len(lost)} places")
     return "\n".join(lines)
+
+
+def _absentees(reports: Mapping[int, RankReport]) -> list[str]:
+    """Who is not there, and where each was last seen."""
+    lines = []
+    for report in reports.values():
+        if report.status is RankStatus.LOST:
+            where = f"after step {report.step}" if report.step >= 0 else "before its first step"
+            why = f": {report.reason}" if report.reason else ""
+            lines.append(f"  {worker_name(report.rank)} was lost {where}{why}")
+        elif report.status is RankStatus.LAGGING:
+            lines.append(
+                f"  {worker_name(report.rank)} lags: at step {report.step}, "
+                f"{report.behind_s:.0f} s behind"
+            )
+    if len(lines) > _MOST_LINES:
+        lines[_MOST_LINES:] = [f"  and {len(lines) - _MOST_LINES} more"]
+    absent = [r.rank for r in reports.values() if r.status is RankStatus.NEVER_STARTED]
+    if absent:
+        ranges = [
+            worker_name(start) + ("" if stop == start + 1 else f" to {worker_name(stop - 1)}")
+            for start, stop in spans_of(absent)
+        ]
+        more = f" and {len(ranges) - _MOST_LINES} more" if len(ranges) > _MOST_LINES else ""
+        lines.append(f"  never started: {', '.join(ranges[:_MOST_LINES])}{more}")
+    return lines

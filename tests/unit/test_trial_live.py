@@ -355,3 +355,19 @@ def test_a_format_of_the_future_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"run_id":"r","created":0,"framework":"","format":99}')
     with pytest.raises(errors.TrialError, match="newer"):
         create_trial(tmp_path)
+
+
+def test_a_description_names_who_is_lost_and_where(run: RunBuilder, tmp_path: Path) -> None:
+    long_ago = time.time() - 100
+    save(run.rank(0, 40, now=long_ago), 0, 1).end()
+    save(run.rank(1, 40, now=long_ago), 0).lose()
+    run.rank(2, 40, now=long_ago)
+    save(run.rank(4, 40, now=long_ago), 0).lose()
+    lines = create_trial(tmp_path).describe().splitlines()
+    assert "attempt 0: 40 ranks expected; 1 ended, 3 lost, 36 never started" in lines
+    assert "  worker_1 was lost after step 0: SIGKILL" in lines
+    assert any(
+        line.startswith("  worker_2 was lost before its first step: nothing heard of it for 10")
+        for line in lines
+    )
+    assert "  never started: worker_3, worker_5 to worker_39" in lines

@@ -10,14 +10,13 @@ when the model is registered) looks at `unbound_requests` and answers with `bind
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from smdist.errors import ConfigurationError
-from smdist.observable import ListView, Observable, SetView
+from smdist.observable import Configuration, ListView, SetView
 from smdist.reduction import ReductionConfig
 from smdist.schedule import SaveConfig
 from smdist.values import boolean, known_keys, located, texts
@@ -94,7 +93,7 @@ class TensorRequest:
     patterns: tuple[str, ...] | None = field(default=None)
 
 
-class Collection(Observable):
+class Collection(Configuration):
     """A named group of tensors: those whose name any regex finds, and those named exactly.
 
     Without a `save_config` or a `reduction_config` of its own it follows its hook. A dict with some
@@ -300,29 +299,14 @@ class Collection(Observable):
             "save_histogram": self._save_histogram,
         }
 
-    to_json_dict = to_dict
-
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict())
-
     @classmethod
     def from_dict(cls, params: Mapping[str, Any]) -> Collection:
         known_keys(params, _KEYS, "Collection")
         return cls(**params)
 
-    @classmethod
-    def from_json(cls, json_str: str) -> Collection:
-        return cls.from_dict(json.loads(json_str))
-
     def copy(self) -> Collection:
         """Without the requests for modules, which belong to one model of one process."""
         return self.from_dict(self.to_dict())
-
-    def __copy__(self) -> Collection:
-        return self.copy()
-
-    def __deepcopy__(self, memo: object) -> Collection:
-        return self.copy()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self).from_dict, (self.to_dict(),)

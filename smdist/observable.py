@@ -7,11 +7,14 @@ an object's value: copies and pickles have none.
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableSequence, MutableSet, Sequence
 from typing import Any, Protocol, TypeVar, overload
 
-__all__ = ["ListView", "Observable", "SetView", "Watcher"]
+from typing_extensions import Self
+
+__all__ = ["Configuration", "ListView", "Observable", "SetView", "Watcher"]
 
 T = TypeVar("T")
 
@@ -40,6 +43,36 @@ class Observable:
                 self._watchers.pop(key, None)
             else:
                 watcher.changed()
+
+
+class Configuration(Observable):
+    """Settings as an object: as data and as JSON, and copied without whoever watches."""
+
+    def to_dict(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    @classmethod
+    def from_dict(cls, params: Any) -> Self:
+        raise NotImplementedError
+
+    def copy(self) -> Self:
+        raise NotImplementedError
+
+    def to_json_dict(self) -> dict[str, Any]:
+        return self.to_dict()
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict())
+
+    @classmethod
+    def from_json(cls, json_str: str) -> Self:
+        return cls.from_dict(json.loads(json_str))
+
+    def __copy__(self) -> Self:
+        return self.copy()
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self.copy()
 
 
 class ListView(MutableSequence[T]):

@@ -6,14 +6,13 @@ reductions and without `save_shape` the raw tensor is kept.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, Final
 
 from smdist.errors import ConfigurationError, UnknownKey
-from smdist.observable import ListView, Observable
+from smdist.observable import Configuration, ListView
 from smdist.statistics import REDUCTIONS, canonical, is_reduction
 from smdist.values import boolean, known_keys, located, strings
 
@@ -63,7 +62,7 @@ def _sorted_out(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     return {key: tuple(value) for key, value in found.items()}
 
 
-class ReductionConfig(Observable):
+class ReductionConfig(Configuration):
     """Which reductions are saved instead of, or beside, the raw tensor.
 
     `reductions` takes any name; `abs_reductions` means the same of absolute values; `norms` and
@@ -202,21 +201,12 @@ class ReductionConfig(Observable):
             "save_shape": self.save_shape,
         }
 
-    to_json_dict = to_dict
-
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict())
-
     @classmethod
     def from_dict(cls, params: Mapping[str, Any]) -> ReductionConfig:
         """From flat settings, where `reductions` holds all names: `min,l1_norm,abs_mean`."""
         if not isinstance(params, Mapping):
             raise ConfigurationError(f"reduction_config={params!r} is not a dict of its settings")
         return cls(**_from_flat(params))
-
-    @classmethod
-    def from_json(cls, json_str: str) -> ReductionConfig:
-        return cls.from_dict(json.loads(json_str))
 
     @classmethod
     def parse(cls, value: object) -> ReductionConfig:
@@ -234,12 +224,6 @@ class ReductionConfig(Observable):
 
     def copy(self) -> ReductionConfig:
         return ReductionConfig(**{key: self._get(key) for key in REDUCTION_KEYS})
-
-    def __copy__(self) -> ReductionConfig:
-        return self.copy()
-
-    def __deepcopy__(self, memo: object) -> ReductionConfig:
-        return self.copy()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ReductionConfig, tuple(self._get(key) for key in REDUCTION_KEYS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from types import MappingProxyType
@@ -163,11 +162,6 @@ class SaveConfig(SaveKeys):
             result[mode.name] = {**values, "save_steps": list(values["save_steps"])}
         return result
 
-    to_json_dict = to_dict
-
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict())
-
     @classmethod
     def from_dict(
         cls, params: Mapping[Any, Any], default_values: Mapping[str, Any] | None = None
@@ -185,10 +179,6 @@ class SaveConfig(SaveKeys):
     def from_save_config_mode(cls, save_config_mode: SaveConfigMode) -> SaveConfig:
         """The same settings, shared, for every mode."""
         return cls(mode_save_configs=dict.fromkeys(ModeKeys, save_config_mode))
-
-    @classmethod
-    def from_json(cls, json_str: str) -> SaveConfig:
-        return cls.from_dict(json.loads(json_str))
 
     @classmethod
     def parse(cls, obj: object) -> SaveConfig:
@@ -217,12 +207,6 @@ class SaveConfig(SaveKeys):
             new.get_save_config(mode)._own.update(view._own)
         new._watch_parts()
         return new
-
-    def __copy__(self) -> SaveConfig:
-        return self.copy()
-
-    def __deepcopy__(self, memo: object) -> SaveConfig:
-        return self.copy()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SaveConfig.from_dict, (self.to_dict(),)

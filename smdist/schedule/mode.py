@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from smdist.errors import ConfigurationError, UnknownKey
 from smdist.identity import ModeKeys
-from smdist.observable import ListView, Observable
+from smdist.observable import Configuration, ListView
 from smdist.schedule.due import SAVE_KEYS, Schedule, read_save_key, read_save_keys
 from smdist.values import known_keys, located
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["SaveConfigMode", "SaveKeys"]
 
 
-class SaveKeys(Observable):
+class SaveKeys(Configuration):
     """The four settings as attributes; checked when they are assigned."""
 
     def _get(self, key: str) -> Any:
@@ -113,8 +113,6 @@ class SaveConfigMode(SaveKeys):
     def to_dict(self) -> dict[str, Any]:
         return {k: list(v) if k == "save_steps" else v for k, v in asdict(self.schedule()).items()}
 
-    to_json_dict = to_dict
-
     @classmethod
     def from_dict(
         cls, params: Mapping[str, Any], default_values: Mapping[str, Any] | None = None
@@ -129,12 +127,6 @@ class SaveConfigMode(SaveKeys):
         new = SaveConfigMode()
         new._own = asdict(self.schedule()) if self._below else dict(self._own)
         return new
-
-    def __copy__(self) -> SaveConfigMode:
-        return self.copy()
-
-    def __deepcopy__(self, memo: object) -> SaveConfigMode:
-        return self.copy()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SaveConfigMode, tuple(self.copy()._own.get(key) for key in SAVE_KEYS)

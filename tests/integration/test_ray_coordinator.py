@@ -35,11 +35,8 @@ TRAIN = ModeKeys.TRAIN
 
 @pytest.fixture
 def driver(ray_cluster: Cluster, tmp_path: Path) -> Iterator[Driver]:
-    one = Driver(ray_cluster.address, tmp_path / "driver.log")
-    try:
+    with Driver(ray_cluster.address, tmp_path / "driver.log") as one:
         yield one
-    finally:
-        one.leave()
 
 
 def job(place: Path, ranks: int = 2, steps: int = 3) -> list[RankWriter]:
@@ -112,19 +109,15 @@ def test_errors_are_ours(driver: Driver, tmp_path: Path) -> None:
 def test_it_stays_when_its_driver_leaves(ray_cluster: Cluster, tmp_path: Path) -> None:
     place = tmp_path / "run"
     writers = job(place)
-    first = Driver(ray_cluster.address, tmp_path / "first.log")
-    began = first("start", settings=settings(place))
-    first.leave()
+    with Driver(ray_cluster.address, tmp_path / "first.log") as first:
+        began = first("start", settings=settings(place))
     for writer in writers:  # nobody is there to ask for it
         save(writer, 3)
     until(lambda: number(place) >= 2, "it writes snapshots")
-    second = Driver(ray_cluster.address, tmp_path / "second.log")
-    try:
+    with Driver(ray_cluster.address, tmp_path / "second.log") as second:
         until(lambda: latest(second, place) == 3, "it went on")
         assert second("ask", watch=str(place), method="whereabouts")["pid"] == began["pid"]
         ask(second, place, "stop")
-    finally:
-        second.leave()
 
 
 def number(place: Path) -> int:
@@ -193,9 +186,11 @@ def test_a_second_one_is_refused_and_says_so(ray_cluster: Cluster, tmp_path: Pat
     """On another Ray, where nothing of the first is known: the store tells."""
     place = tmp_path / "run"
     writers = job(place)
-    mine = Driver(ray_cluster.address, tmp_path / "mine.log")
-    with start_cluster() as another:
-        theirs = Driver(another.address, tmp_path / "theirs.log")
+    with (
+        start_cluster() as another,
+        Driver(ray_cluster.address, tmp_path / "mine.log") as mine,
+        Driver(another.address, tmp_path / "theirs.log") as theirs,
+    ):
         first = mine("start", settings=settings(place))
         until(lambda: latest(mine, place) == 2, "the first one watches")
         theirs("start", settings=settings(place))
@@ -213,8 +208,6 @@ def test_a_second_one_is_refused_and_says_so(ray_cluster: Cluster, tmp_path: Pat
         until(lambda: latest(theirs, place) == 3, "nothing is lost")
         ask(theirs, place, "stop")
         ask(mine, place, "stop")
-        theirs.leave()
-    mine.leave()
 
 
 def state(driver: Driver, place: Path, wanted: str) -> dict[str, str] | None:

@@ -24,7 +24,16 @@ from typing import Any
 
 import pytest
 
-__all__ = ["Cluster", "Driver", "Node", "environment", "ray_cluster", "start_cluster", "until"]
+__all__ = [
+    "Cluster",
+    "Driver",
+    "Node",
+    "environment",
+    "free_port",
+    "ray_cluster",
+    "start_cluster",
+    "until",
+]
 
 DRIVER = Path(__file__).with_name("ray_driver.py")
 
@@ -118,11 +127,13 @@ class Cluster:
         self.folder = Path(tempfile.mkdtemp(prefix="smr-", dir="/tmp"))
         self.nodes: list[Node] = []
         self._flags = flags
+        self.jobs = ""  # address of the job server, if it was asked for
         self.start()
 
     def start(self) -> None:
         """All over again: another Ray, which knows nothing of the one before."""
-        flags = ["--head", "--port=0", f"--ray-client-server-port={free_port()}"]
+        self.client_port = free_port()
+        flags = ["--head", "--port=0", f"--ray-client-server-port={self.client_port}"]
         if not any(flag.startswith("--include-dashboard") for flag in self._flags):
             flags.append("--include-dashboard=false")
         if not any(flag.startswith("--num-cpus") for flag in self._flags):
@@ -134,7 +145,9 @@ class Cluster:
 
     def add_node(self, *flags: str) -> Node:
         folder = self.folder / f"n{len(self.nodes)}"
-        node = Node(folder, f"--address={self.address}", "--num-cpus=0", *flags)
+        if not any(flag.startswith("--num-cpus") for flag in flags):
+            flags = ("--num-cpus=0", *flags)
+        node = Node(folder, f"--address={self.address}", *flags)
         self.nodes.append(node)
         return node.wait()
 
@@ -178,6 +191,12 @@ class Driver:
         if "error" in answer:
             raise DriverError(answer["error"], answer["message"])
         return answer["value"]
+
+    def __enter__(self) -> Driver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
 
     def leave(self) -> None:
         assert self.process.stdin is not None

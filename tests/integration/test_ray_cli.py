@@ -1,0 +1,211 @@
+"""`smdist coordinator` as people type it: on a Ray of their own, on a cluster, as a job of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from smdist.coordination.local_ray import LocalRay
+from tests.integration.test_ray_coordinator import job, number, save
+from tests.servers.ray_cluster import Cluster, environment, free_port, start_cluster, until
+
+pytestmark = pytest.mark.ray
+
+BIN = Path(sys.executable).parent
+
+
+def smdist(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [BIN / "smdist", "coordinator", *words],
+        env=environment(COLUMNS="200", PYTHONWARNINGS="ignore", **more),
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def well(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+# -- a Ray of one's own --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    """Where the local Ray lives; pytest's own path is too long for its sockets."""
+    path = Path(tempfile.mkdtemp(prefix="sml-", dir="/tmp"))
+    try:
+        yield path
+    finally:
+        smdist("stop", SMDIST_RAY_DIR=str(path))
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def test_a_local_one_outlives_the_command(home: Path, tmp_path: Path) -> None:
+    place, mine = tmp_path / "run", {"SMDIST_RAY_DIR": str(home)}
+    writers = job(place)
+    said = well(smdist("start", "--watch", str(place), "--interval", "0.1", **mine))
+    assert "namespace" in said
+    assert f"smdist coordinator stop --watch {place}" in said
+    assert "complete up to step 2" in said
+    head = record(home)
+    assert listening_elsewhere(head.pid) == []
+
+    save(writers[0], 3)
+    until(lambda: number(place) >= 2, "it goes on")
+    shown = well(smdist("status", **mine))
+    assert all(word in shown for word in ("rank", "last step", "behind", "1 steps", "active"))
+    (answer,) = json.loads(well(smdist("status", "--json", **mine)))
+    (one,) = answer["runs"].values()
+    assert (one["state"], [line["step"] for line in one["ranks"]]) == ("watching", [3, 2])
+
+    again = well(smdist("start", "--watch", str(place), "--interval", "0.1", **mine))
+    assert record(home) == head, "another Ray was started"
+    assert "watching" in again
+
+    ended = well(smdist("stop", **mine))
+    assert "stopped the local Ray" in ended
+    assert session(head.pid) == []
+    gone = smdist("status", **mine)
+    assert gone.returncode == 1
+    assert "no coordinator runs on this machine" in gone.stderr
+
+
+def record(home: Path) -> LocalRay:
+    known = json.loads((home / "head.json").read_text())
+    return LocalRay(**known)
+
+
+def session(leader: int) -> list[int]:
+    """Processes that have not ended."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == leader and fields[0] not in "ZX":
+            found.append(int(path.parent.name))
+    return found
+
+
+def listening_elsewhere(leader: int) -> list[str]:
+    """Sockets of the session that another machine could reach: whoever can, may run anything."""
+    sockets = set[str]()
+    for link in (link for pid in session(leader) for link in Path(f"/proc/{pid}/fd").iterdir()):
+        with contextlib.suppress(OSError):
+            sockets.add(os.readlink(link))
+    loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+    found, any_ = [], 0
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                any_ += 1
+                if fields[1].partition(":")[0] not in loopback:
+                    found.append(fields[1])
+    assert any_, "nothing listens: this looks at the wrong processes"
+    return found
+
+
+# -- a cluster -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """With the job server, and a second node."""
+    port = free_port()
+    with start_cluster("--include-dashboard=true", f"--dashboard-port={port}") as one:
+        one.jobs = f"http://127.0.0.1:{port}"
+        one.add_node("--num-cpus=1")
+        yield one
+
+
+def test_on_a_cluster_by_address(cluster: Cluster, tmp_path: Path) -> None:
+    place, where = tmp_path / "jobs", ("--address", cluster.address)
+    job(place / "first")
+    said = well(smdist("start", *where, "--watch", str(place), "--interval", "0.1"))
+    assert f"smdist coordinator status --address {cluster.address}" in said
+    job(place / "second", ranks=3)
+    until(lambda: number(place / "second"), "the second run is found")
+    shown = well(smdist("status", *where, "--watch", str(place)))
+    assert str(place / "first") in shown
+    assert str(place / "second") in shown
+    only = well(smdist("status", *where, "--watch", str(place), "--run", "second"))
+    assert str(place / "first") not in only
+    well(smdist("stop", *where, "--watch", str(place)))
+    gone = smdist("status", *where, "--watch", str(place))
+    assert gone.returncode == 1
+    assert f"no coordinator for {place}" in gone.stderr
+    assert cluster.head.processes(), "a Ray that is not ours was stopped"
+
+
+def test_through_rays_client(cluster: Cluster, tmp_path: Path) -> None:
+    """From a machine that is no node."""
+    job(tmp_path / "run")
+    where = ("--address", f"ray://{cluster.address.partition(':')[0]}:{cluster.client_port}")
+    said = well(smdist("start", *where, "--watch", str(tmp_path / "run"), "--interval", "0.1"))
+    assert "complete up to step 2" in said
+    assert "active" in well(smdist("status", *where, "--watch", str(tmp_path / "run")))
+    well(smdist("stop", *where, "--watch", str(tmp_path / "run")))
+
+
+def test_as_a_job_that_ends(cluster: Cluster, tmp_path: Path) -> None:
+    """The job has ended and so has its driver; the coordinator stays."""
+    writers = job(tmp_path / "run")
+    submit = [str(BIN / "ray"), "job", "submit", "--address", cluster.jobs, "--"]
+    command = [str(BIN / "smdist"), "coordinator", "start", "--address", "auto"]
+    done = subprocess.run(
+        [*submit, *command, "--watch", str(tmp_path / "run"), "--interval", "0.1"],
+        env=environment(PYTHONWARNINGS="ignore"),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "succeeded" in done.stdout
+    before = number(tmp_path / "run")
+    for writer in writers:
+        save(writer, 3)
+    until(lambda: number(tmp_path / "run") > before, "it goes on")
+    where = ("--address", cluster.address, "--watch", str(tmp_path / "run"))
+    assert "complete up to step 3" in well(smdist("status", *where))
+    well(smdist("stop", *where))
+
+
+def test_followed_until_it_is_stopped(cluster: Cluster, tmp_path: Path) -> None:
+    writers = job(tmp_path / "run")
+    where = ("--address", cluster.address, "--watch", str(tmp_path / "run"))
+    log = tmp_path / "follow.log"
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(
+            [BIN / "smdist", "coordinator", "start", *where, "--interval", "0.1", "--follow"],
+            env=environment(COLUMNS="200", PYTHONUNBUFFERED="1"),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd="/",
+        ) as follower,
+    ):
+        until(lambda: "complete up to step 2" in log.read_text(), "it tells what is there")
+        for writer in writers:
+            save(writer, 3)
+        until(lambda: "complete up to step 3" in log.read_text(), "it tells what is new")
+        well(smdist("stop", *where))
+        assert follower.wait(120) == 0
+    assert "the coordinator was stopped" in log.read_text()

@@ -3,6 +3,7 @@
     merged/current.json                            Pointer   overwritten: which snapshot is the newest
     merged/heads/<epoch>-<number>-<writer>.json    Head      ranks, steps, which chunks; immutable
     merged/steps/<...>-<digest>.safetensors        a range of steps of all ranks; immutable
+    merged/layouts/<digest>.json                   layouts that the head has no room for; immutable
 
 `pack` is pure. Who writes puts the objects, then the head, then the pointer; `previous` is the last
 `Packed` of which all that was put. Its `view` holds the facts of the view it was given, and is to
@@ -12,27 +13,35 @@ be added to from then on.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Optional
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from smdist.coordination.blocks import Blocks, StepKey
 from smdist.coordination.chunk_file import from_bytes, to_bytes
-from smdist.coordination.columns import fits
+from smdist.coordination.columns import Columns, fits
+from smdist.coordination.head import (
+    POINTER_KEY,
+    AttemptRow,
+    Head,
+    Pointer,
+    Texts,
+    head_key,
+    rank_row,
+    rank_view,
+)
+from smdist.coordination.layout_packs import pack_layouts, unpack_layouts
 from smdist.coordination.membership import PATIENCE, Patience
-from smdist.coordination.merge import Head as RankHead
-from smdist.coordination.merge import RankView, View, World
-from smdist.coordination.sealed import NOTHING, Chunk, ChunkRef, Fetch, Sealed, seal
-from smdist.coordination.spans import Spans
+from smdist.coordination.merge import RankView, View
+from smdist.coordination.sealed import NOTHING, Chunk, Fetch, Sealed, seal
 from smdist.errors import CorruptObject
 from smdist.layout import Layout
-from smdist.manifest import FORMAT, Dropped, Heartbeat, Session, StepEntry
+from smdist.manifest import FORMAT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from smdist.coordination.columns import Columns
     from smdist.storage.base import Buffer, Store
 
 __all__ = [
@@ -44,58 +53,15 @@ __all__ = [
     "head_key",
     "load_columns",
     "load_head",
+    "load_layouts",
     "load_view",
     "pack",
+    "together",
     "view_of",
 ]
 
-POINTER_KEY = "merged/current.json"
-
-
-class Pointer(msgspec.Struct, frozen=True):
-    """`interval_s`: the next one is to be expected after that long. `final`: there will be none."""
-
-    epoch: int
-    number: int
-    head: str
-    time: float
-    interval_s: float
-    final: bool
-
-
-class RankRow(msgspec.Struct, frozen=True, array_like=True):
-    """A `RankView`; of its steps only those that are in no chunk."""
-
-    rank: int
-    session: Optional[Session]  # noqa: UP045 (3.10)
-    heartbeat: Optional[Heartbeat]  # noqa: UP045
-    head: Optional[RankHead]  # noqa: UP045
-    worlds: tuple[World, ...]
-    passed: tuple[tuple[int, int], ...]
-    closed_at: float
-    drops: tuple[tuple[int, int, Dropped], ...]
-    troubles: tuple[tuple[int, int, str], ...]
-    seen: Spans
-    loose: tuple[StepEntry, ...]
-
-
-class AttemptRow(msgspec.Struct, frozen=True):
-    attempt: int
-    ranks: tuple[RankRow, ...]
-    chunks: tuple[ChunkRef, ...]
-
-
-class Head(msgspec.Struct, frozen=True):
-    run_id: str
-    epoch: int
-    number: int
-    writer: str
-    time: float
-    interval_s: float
-    final: bool
-    attempts: tuple[AttemptRow, ...]
-    layouts: dict[str, Layout]
-    format: int = FORMAT
+A = TypeVar("A")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -107,8 +73,10 @@ class Packed:
     head: bytes
     pointer: Pointer
     view: View
-    chunks: frozenset[str] = frozenset()  # keys of all that the head names
-    replaced: tuple[str, ...] = ()  # keys that the one before names and this one does not
+    chunks: frozenset[str] = frozenset()  # keys of all chunks that the head names
+    replaced: tuple[str, ...] = ()  # keys of chunks that the one before names and this one does not
+    layout_packs: tuple[str, ...] = ()
+    layout_texts: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -116,10 +84,6 @@ class Loaded:
     view: View
     layouts: Mapping[str, Layout]
     head: Head
-
-
-def head_key(epoch: int, number: int, writer: str) -> str:
-    return f"merged/heads/{epoch:06d}-{number:010d}-{writer}.json"
 
 
 def pack(
@@ -136,30 +100,51 @@ def pack(
     layouts: Mapping[str, Layout],
     patience: Patience = PATIENCE,
 ) -> Packed:
-    prefix = f"merged/steps/{epoch:06d}-{number:010d}-{writer}"
+    """The snapshot `(epoch, number)` of `view`. Costs as much as what is new since `previous`.
+
+    It holds facts, no judgements of time: `patience` is with who reads it, and changes nothing here.
+    """
     stored = previous.chunks if previous is not None else frozenset()
-    whole, made = _sealed(view, prefix)
+    whole, made = _sealed(view, f"merged/steps/{epoch:06d}-{number:010d}-{writer}")
+    described = pack_layouts(
+        layouts,
+        previous.layout_texts if previous is not None else {},
+        previous.layout_packs if previous is not None else (),
+    )
+    texts = Texts()
     rows = tuple(
         AttemptRow(
             attempt,
-            tuple(_row(rank, known) for rank, known in sorted(ranks.items())),
+            tuple(rank_row(rank, known, texts) for rank, known in sorted(ranks.items())),
             tuple(chunk.ref for chunk in whole.sealed.get(attempt, NOTHING).chunks),
         )
         for attempt, ranks in sorted(whole.attempts.items())
     )
     head = Head(
-        run_id, epoch, number, writer, now, interval_s, final, rows, dict(sorted(layouts.items()))
+        run_id,
+        epoch,
+        number,
+        writer,
+        now,
+        interval_s,
+        final,
+        rows,
+        tuple(texts),
+        described.inline,
+        described.keys,
     )
     chunks = frozenset(ref.key for row in rows for ref in row.chunks)
     key = head_key(epoch, number, writer)
     return Packed(
-        tuple(_unstored(whole, made, stored)),
+        (*described.objects, *_unstored(whole, made, stored)),
         key,
         msgspec.json.encode(head),
         Pointer(epoch, number, key, now, interval_s, final),
         whole,
         chunks,
         tuple(sorted(stored - chunks)),
+        described.keys,
+        described.texts,
     )
 
 
@@ -199,6 +184,9 @@ def _unstored(
                 yield key, to_bytes(chunk.columns)
 
 
+# -- reading ---------------------------------------------------------------------------------
+
+
 async def load_head(store: Store, pointer: Pointer) -> Head:
     data = await store.get(pointer.head)
     try:
@@ -219,25 +207,32 @@ async def load_columns(store: Store, key: str) -> Columns:
         raise CorruptObject(store.url, key, "read", str(error)) from error
 
 
-async def load_view(store: Store, pointer: Pointer, *, concurrency: int = 16) -> Loaded:
+async def load_layouts(store: Store, head: Head, known: Iterable[str] = ()) -> dict[str, Layout]:
+    """The layouts of a head, in their order. Packs that are `known`, by key, are left out."""
+
+    async def load(key: str) -> dict[str, msgspec.Raw]:
+        data = await store.get(key)
+        try:
+            return unpack_layouts(data)
+        except msgspec.DecodeError as error:
+            raise CorruptObject(store.url, key, "read", str(error)) from error
+
+    packs = await together(load, [key for key in head.layout_packs if key not in set(known)])
+    return {
+        digest: msgspec.json.decode(text, type=Layout)
+        for texts in (*packs, head.layouts)
+        for digest, text in texts.items()
+    }
+
+
+async def load_view(store: Store, pointer: Pointer) -> Loaded:
     """The snapshot that `pointer` names, whole: `pack` goes on from its view."""
     head = await load_head(store, pointer)
-    gate = asyncio.Semaphore(concurrency)
-    columns: dict[str, Columns] = {}
-
-    async def load(key: str) -> None:
-        async with gate:
-            columns[key] = await load_columns(store, key)
-
-    tasks = [asyncio.ensure_future(load(ref.key)) for row in head.attempts for ref in row.chunks]
-    try:
-        await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
-    return Loaded(view_of(head, lambda chunk: columns[chunk.ref.key]), head.layouts, head)
+    keys = [ref.key for row in head.attempts for ref in row.chunks]
+    loaded = await together(partial(load_columns, store), keys)
+    columns = dict(zip(keys, loaded, strict=True))
+    layouts = await load_layouts(store, head)
+    return Loaded(view_of(head, lambda chunk: columns[chunk.ref.key]), layouts, head)
 
 
 def view_of(head: Head, fetch: Fetch, known: Mapping[str, Chunk] | None = None) -> View:
@@ -247,7 +242,10 @@ def view_of(head: Head, fetch: Fetch, known: Mapping[str, Chunk] | None = None) 
     """
     known = known or {}
     return View(
-        {row.attempt: {rank.rank: _known(rank) for rank in row.ranks} for row in head.attempts},
+        {
+            row.attempt: {rank.rank: rank_view(rank, head.texts) for rank in row.ranks}
+            for row in head.attempts
+        },
         {
             row.attempt: Sealed(
                 known.get(ref.key) or Chunk(row.attempt, ref, None, fetch) for ref in row.chunks
@@ -257,43 +255,21 @@ def view_of(head: Head, fetch: Fetch, known: Mapping[str, Chunk] | None = None) 
     )
 
 
-def _row(rank: int, known: RankView) -> RankRow:
-    return RankRow(
-        rank,
-        known.session,
-        known.heartbeat,
-        known.head,
-        tuple(sorted(known.worlds, key=msgspec.msgpack.encode)),
-        tuple(sorted(known.passed.items())),
-        known.closed_at,
-        tuple(sorted((drop for drops in known.drops.values() for drop in drops), key=_drop_order)),
-        tuple(sorted(known.troubles)),
-        known.seen,
-        tuple(entry for _, blocks in sorted(known.steps.items()) for entry in blocks),
-    )
+async def together(
+    call: Callable[[A], Awaitable[T]], items: Iterable[A], concurrency: int = 16
+) -> list[T]:
+    """`call` of every item, some at a time, results in order; the first error ends the rest."""
+    gate = asyncio.Semaphore(concurrency)
 
+    async def guarded(item: A) -> T:
+        async with gate:
+            return await call(item)
 
-def _drop_order(drop: tuple[int, int, Dropped]) -> bytes:
-    return msgspec.msgpack.encode(drop)
-
-
-def _known(row: RankRow) -> RankView:
-    known = RankView(
-        row.session,
-        row.heartbeat,
-        row.head,
-        frozenset(row.worlds),
-        {},
-        dict(row.passed),
-        row.closed_at,
-        {},
-        frozenset(row.troubles),
-        row.seen,
-    )
-    for entry in row.loose:
-        key = (entry.mode, entry.mode_step)
-        known.steps[key] = (*known.steps.get(key, ()), entry)
-    for drop in row.drops:
-        key = (drop[2].mode, drop[2].mode_step)
-        known.drops[key] = known.drops.get(key, frozenset()) | {drop}
-    return known
+    tasks = [asyncio.ensure_future(guarded(item)) for item in items]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

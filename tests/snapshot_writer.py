@@ -31,6 +31,7 @@ class SnapshotWriter:
         self, *, final: bool = False, age_s: float = 0.0, interval_s: float = 60.0
     ) -> SnapshotWriter:
         news = sync.run(self._loader.poll())
+        self._loader.told()
         self.layouts |= news.layouts
         self.number += 1
         self.packed = pack(

@@ -86,6 +86,7 @@ class Follower:
             self.catalogue = advance(
                 self.catalogue, news.facts, news.layouts, time.time(), base=news.base
             )
+            self._loader.told()
 
     def prepare(self, catalogue: Catalogue, steps: Iterable[StepFacts]) -> None:
         """Fetch together what finding tensors of these steps needs, rather than one by one."""

@@ -13,7 +13,6 @@ gone silent, the rest is read from the ranks.
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -24,7 +23,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from smdist.coordination.merge import RankView, View, add
-from smdist.coordination.spans import members
+from smdist.coordination.snapshot import together
 from smdist.errors import NoSuchRun, ObjectNotFound, TrialError
 from smdist.identity import worker_name
 from smdist.layout import Layout
@@ -96,8 +95,9 @@ class _Progress:
 
 
 def _progress_of(known: RankView) -> _Progress:
-    upto = known.seen[0][1] if known.seen and known.seen[0][0] == 0 else 0
-    beyond = {seq for seq in members(known.seen) if seq >= upto}
+    seen = known.seen
+    upto = seen[0][1] if seen and seen[0][0] == 0 else 0
+    beyond = {seq for start, stop in seen if start >= upto for seq in range(start, stop)}
     final = known.head is not None and known.head.state == "ended"
     return _Progress(upto, beyond, final)
 
@@ -115,6 +115,7 @@ class Loader:
         self._store = store
         self._snapshots = snapshots
         self._pinned: Snapshot | None = None
+        self._untold = News()
         self._concurrency = concurrency
         self._sessions: set[str] = set()
         self._progress: dict[Owner, _Progress] = {}
@@ -140,7 +141,7 @@ class Loader:
         return run
 
     async def poll(self, *, thorough: bool = False) -> News:
-        news = News()
+        news = self._untold
         if await self._poll_snapshot(news, thorough):
             await self._poll_ranks(news)
         else:
@@ -148,6 +149,10 @@ class Loader:
             if news.base is not None:
                 await self._load_collections(news)
         return news
+
+    def told(self) -> None:
+        """What the last poll returned was taken in; until then, the next one returns it too."""
+        self._untold = News()
 
     async def _poll_snapshot(self, news: News, thorough: bool) -> bool:
         """Move on to the newest snapshot; whether the ranks are to be asked too."""
@@ -198,21 +203,7 @@ class Loader:
         return [key for key in await self._store.list("sessions/") if _SESSION.fullmatch(key)]
 
     async def _each(self, call: Callable[[A], Awaitable[T]], items: Sequence[A]) -> list[T]:
-        """`call` of every item, some at a time; the first error ends the rest."""
-        gate = asyncio.Semaphore(self._concurrency)
-
-        async def guarded(item: A) -> T:
-            async with gate:
-                return await call(item)
-
-        tasks = [asyncio.ensure_future(guarded(item)) for item in items]
-        try:
-            return list(await asyncio.gather(*tasks))
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            raise
+        return await together(call, items, self._concurrency)
 
     async def _decode(self, news: News, kind: type[T], key: str) -> T | None:
         try:
@@ -222,7 +213,7 @@ class Loader:
             return None
 
     async def _poll_sessions(self, news: News) -> None:
-        found = [(key, _SESSION.fullmatch(key)) for key in await self._store.list("sessions/")]
+        found = [(key, _SESSION.fullmatch(key)) for key in await self._list_sessions()]
         fresh = {
             (int(match[2]), int(match[1])): key
             for key, match in found
@@ -237,13 +228,13 @@ class Loader:
             and (owner := (int(match[2]), int(match[1]))) in fresh
         ]
         await self._each(partial(self._load_summary, news), summarised)
-        self._sessions.update(fresh.values())
         rest = [key for owner, key in fresh.items() if owner not in self._progress]
         for session in await self._each(partial(self._decode, news, Session), rest):
             if session is not None:
                 add(news.facts, session)
         for owner in fresh:
             self._progress.setdefault(owner, _Progress())
+        self._sessions.update(fresh.values())
 
     async def _load_summary(self, news: News, found: tuple[Owner, str]) -> None:
         owner, key = found

@@ -8,7 +8,6 @@ longer finds the same blocks in the chunks that took the place of its own.
 
 from __future__ import annotations
 
-import asyncio
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -28,6 +27,8 @@ from smdist.coordination.snapshot import (
     Pointer,
     load_columns,
     load_head,
+    load_layouts,
+    together,
     view_of,
 )
 from smdist.coordination.spans import members
@@ -49,7 +50,8 @@ class Snapshot:
     layouts: Mapping[str, Layout]
 
     def fresh(self, now: float) -> bool:
-        age = now - self.pointer.time
+        # A clock that is far ahead of ours says nothing either.
+        age = abs(now - self.pointer.time)
         return age <= _FRESH_INTERVALS * self.pointer.interval_s + _FRESH_MARGIN_S
 
     @property
@@ -68,6 +70,7 @@ class Snapshots:
     def __post_init__(self) -> None:
         self._current: Snapshot | None = None
         self._chunks: dict[str, Chunk] = {}
+        self._packs: tuple[str, ...] = ()
         self._columns: OrderedDict[str, Columns] = OrderedDict()
         self._nbytes = 0
         self._lock = Lock()
@@ -96,6 +99,7 @@ class Snapshots:
     async def _load(self, pointer: Pointer) -> Snapshot | None:
         try:
             head = await load_head(self.store, pointer)
+            layouts = await load_layouts(self.store, head, self._packs)
         except (ObjectNotFound, CorruptObject) as error:
             # The manifests say the same.
             self.troubles[pointer.head] = f"{pointer.head} was passed over: {error}"
@@ -104,7 +108,10 @@ class Snapshots:
         self._chunks = {
             chunk.ref.key: chunk for sealed in view.sealed.values() for chunk in sealed.chunks
         }
-        return Snapshot(pointer, head.writer, view, head.layouts)
+        if self._current is not None:
+            layouts = {**self._current.layouts, **layouts}
+        self._packs = head.layout_packs
+        return Snapshot(pointer, head.writer, view, layouts)
 
     async def up_to_date(self, snapshot: Snapshot, now: float) -> bool:
         """Its writer is at work, so what it does not say was not there a moment ago.
@@ -118,7 +125,7 @@ class Snapshots:
             lease = msgspec.json.decode(data, type=Lease)
         except (ObjectNotFound, msgspec.DecodeError):
             return False
-        return not lease.released and 0 <= now - lease.time <= lease.lease_s
+        return not lease.released and abs(now - lease.time) <= lease.lease_s
 
     # -- columns -----------------------------------------------------------------------------
 
@@ -130,23 +137,7 @@ class Snapshots:
         """Fetch several at once, so that `columns` finds them."""
         absent = [chunk for chunk in chunks if self._kept(chunk.ref.key) is None]
         if absent:
-            self.run(self._fetch_all(absent))
-
-    async def _fetch_all(self, chunks: list[Chunk]) -> None:
-        gate = asyncio.Semaphore(self.concurrency)
-
-        async def fetch(chunk: Chunk) -> None:
-            async with gate:
-                await self._fetch(chunk)
-
-        tasks = [asyncio.ensure_future(fetch(chunk)) for chunk in chunks]
-        try:
-            await asyncio.gather(*tasks)
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            raise
+            self.run(together(self._fetch, absent, self.concurrency))
 
     async def _fetch(self, chunk: Chunk) -> Columns:
         key = chunk.ref.key

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from threading import Timer
 from typing import Any
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smdist import errors
-from smdist.coordination import sealed
+from smdist.coordination import layout_packs, sealed
 from smdist.coordination.commit import Lease, Standing
 from smdist.coordination.snapshot import POINTER_KEY, Pointer
 from smdist.identity import ModeKeys
@@ -420,3 +421,76 @@ def test_a_trial_outlives_the_chunks_that_it_has_pinned() -> None:
     for step in range(4):
         assert trial.tensor("x").stack(step)[:, 0].tolist() == [step, step + 1, step + 2]
     assert trial.steps() == [0, 1, 2, 3]
+
+
+class FlakyStore(CountingStore):
+    """Every request fails whose number is in `failing`, counted from the last time it was set."""
+
+    failing: frozenset[int] = frozenset()
+    count = 0
+
+    def fail(self, *numbers: int) -> None:
+        self.failing, self.count = frozenset(numbers), 0
+
+    def _maybe(self, key: str) -> None:
+        self.count += 1
+        if self.count in self.failing:
+            raise errors.StoreError(self.url, key, "get", "unreachable")
+
+    async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        self._maybe(key)
+        return await super().get(key, start, stop)
+
+    async def list(self, prefix: str = "", *, after: str = "") -> Sequence[str]:
+        self._maybe(prefix)
+        return await super().list(prefix, after=after)
+
+
+@pytest.mark.parametrize("merged", ["not", "final", "stale"])
+@pytest.mark.parametrize("number", range(1, 14))
+def test_what_a_failed_refresh_has_read_is_not_lost(merged: str, number: int) -> None:
+    store = FlakyStore()
+    writers = job(store, 2, 1)
+    trial = open_trial(store)
+    for writer in writers:
+        writer.step(TRAIN, 1, X).end()
+    RunBuilder(store).rank(0, 1, attempt=1).step(TRAIN, 2, X).end()
+    if merged != "not":
+        SnapshotWriter(store).write(final=merged == "final", age_s=500)
+    store.fail(number)
+    with contextlib.suppress(errors.StoreError):
+        trial.refresh()
+    store.fail()
+    trial.refresh()
+    assert trial.steps() == [0, 1, 2]
+    assert trial.tensor("x").workers(1) == ["worker_0", "worker_1"]
+    assert trial.loaded_all_steps
+
+
+def test_layouts_that_the_head_has_no_room_for_are_in_packs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(layout_packs, "_PACK_BYTES", 600)
+    store = CountingStore()
+    writer = RunBuilder(store).rank(0)
+    merger = SnapshotWriter(store)
+    trials = []
+    for step in range(8):
+        writer.step(TRAIN, step, {f"t{step}": np.zeros(step + 1)}).flush()
+        merger.write()
+        if step in (1, 4):
+            trials.append(open_trial(store))
+    packs = sync.run(store.list("merged/layouts/"))
+    assert merger.packed is not None
+    assert 2 <= len(packs) == len(merger.packed.layout_packs) <= 4
+    store.kinds()
+    trials.append(open_trial(store))
+    seen = store.kinds()
+    assert (seen["layouts"], seen["merged"]) == (0, 2 + len(packs))
+    restarted = merger.restart().write()
+    assert sync.run(store.list("merged/layouts/")) == packs
+    assert list(restarted.layouts) == list(merger.layouts)
+    for trial in trials:
+        trial.refresh()
+        assert trial.tensor_names() == [f"t{step}" for step in range(8)]
+        assert trial.tensor("t6").value(6).shape == (7,)

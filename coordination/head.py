@@ -1,0 +1,162 @@
+"""The head of a snapshot: everything but the blocks, as JSON.
+
+Ranks with all that is known of them, chunks with what each of their steps is over all ranks, and
+layouts. What people and jobs repeat (names of dropped tensors, reasons) is in `texts` once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Optional
+
+import msgspec
+
+from smdist.coordination.merge import Head as RankHead
+from smdist.coordination.merge import RankView, World
+from smdist.coordination.sealed import ChunkRef
+from smdist.coordination.spans import Spans
+from smdist.manifest import FORMAT, Dropped, Heartbeat, Session, StepEntry
+
+__all__ = [
+    "POINTER_KEY",
+    "AttemptRow",
+    "Head",
+    "Pointer",
+    "RankRow",
+    "Texts",
+    "head_key",
+    "rank_row",
+    "rank_view",
+]
+
+POINTER_KEY = "merged/current.json"
+
+
+class Pointer(msgspec.Struct, frozen=True):
+    """`interval_s`: the next one is to be expected after that long. `final`: there will be none."""
+
+    epoch: int
+    number: int
+    head: str
+    time: float
+    interval_s: float
+    final: bool
+
+
+class DropRow(msgspec.Struct, frozen=True, array_like=True):
+    """A `Dropped`, in which manifest and at which place; `names` and `reason` count in `texts`."""
+
+    seq: int
+    place: int
+    mode: int
+    mode_step: int
+    step: int
+    names: int
+    nbytes: int
+    reason: int
+
+
+class RankRow(msgspec.Struct, frozen=True, array_like=True):
+    """A `RankView`; of its steps only those that are in no chunk."""
+
+    rank: int
+    session: Optional[Session]  # noqa: UP045 (3.10)
+    heartbeat: Optional[Heartbeat]  # noqa: UP045
+    head: Optional[RankHead]  # noqa: UP045
+    worlds: tuple[World, ...]
+    passed: tuple[tuple[int, int], ...]
+    closed_at: float
+    drops: tuple[DropRow, ...]
+    troubles: tuple[tuple[int, int, str], ...]
+    seen: Spans
+    loose: tuple[StepEntry, ...]
+
+
+class AttemptRow(msgspec.Struct, frozen=True):
+    attempt: int
+    ranks: tuple[RankRow, ...]
+    chunks: tuple[ChunkRef, ...]
+
+
+class Head(msgspec.Struct, frozen=True):
+    """`layouts` by digest; more of them are in the objects `layout_packs`."""
+
+    run_id: str
+    epoch: int
+    number: int
+    writer: str
+    time: float
+    interval_s: float
+    final: bool
+    attempts: tuple[AttemptRow, ...]
+    texts: tuple[tuple[str, ...], ...]
+    layouts: dict[str, msgspec.Raw]
+    layout_packs: tuple[str, ...]
+    format: int = FORMAT
+
+
+def head_key(epoch: int, number: int, writer: str) -> str:
+    return f"merged/heads/{epoch:06d}-{number:010d}-{writer}.json"
+
+
+class Texts(dict[tuple[str, ...], int]):
+    """A number for each, in order of the first time that it was asked for."""
+
+    def __missing__(self, text: tuple[str, ...]) -> int:
+        number = self[text] = len(self)
+        return number
+
+
+def rank_row(rank: int, known: RankView, texts: Texts) -> RankRow:
+    drops = sorted(
+        (drop for drops in known.drops.values() for drop in drops), key=msgspec.msgpack.encode
+    )
+    return RankRow(
+        rank,
+        known.session,
+        known.heartbeat,
+        known.head,
+        tuple(sorted(known.worlds, key=msgspec.msgpack.encode)),
+        tuple(sorted(known.passed.items())),
+        known.closed_at,
+        tuple(
+            DropRow(
+                seq,
+                place,
+                drop.mode,
+                drop.mode_step,
+                drop.step,
+                texts[drop.names],
+                drop.nbytes,
+                texts[(drop.reason,)],
+            )
+            for seq, place, drop in drops
+        ),
+        tuple(sorted(known.troubles)),
+        known.seen,
+        tuple(entry for _, blocks in sorted(known.steps.items()) for entry in blocks),
+    )
+
+
+def rank_view(row: RankRow, texts: Sequence[tuple[str, ...]]) -> RankView:
+    known = RankView(
+        row.session,
+        row.heartbeat,
+        row.head,
+        frozenset(row.worlds),
+        {},
+        dict(row.passed),
+        row.closed_at,
+        {},
+        frozenset(row.troubles),
+        row.seen,
+    )
+    for entry in row.loose:
+        key = (entry.mode, entry.mode_step)
+        known.steps[key] = (*known.steps.get(key, ()), entry)
+    for d in row.drops:
+        names, (reason,) = texts[d.names], texts[d.reason]
+        dropped = Dropped(d.mode, d.mode_step, d.step, names, d.nbytes, reason)
+        key = (d.mode, d.mode_step)
+        known.drops[key] = known.drops.get(key, frozenset()) | {(d.seq, d.place, dropped)}
+    return known

@@ -28,7 +28,7 @@ _CLEAR = {"NoSuchBucket", "SignatureDoesNotMatch", "InvalidAccessKeyId", "Expire
 _SDK = (sdk.BotoCoreError, sdk.ClientError, OSError)
 
 
-def probe(location: S3Location, *, timeout_s: float = 8.0) -> None:
+def probe(location: S3Location, *, timeout_s: float = 16.0) -> None:
     """Raises StoreForbidden or StoreError that say which of bucket, key, secret, rights, network."""
     endpoint = location.endpoint_url or ""
     try:

@@ -65,7 +65,7 @@ class S3Options:
     deadline_s: float = 60.0
     first_pause_s: float = 0.1
     most_pause_s: float = 5.0
-    probe_timeout_s: float = 8.0
+    probe_timeout_s: float = 16.0  # of a server that says nothing; half of it for each of two tries
 
     def __post_init__(self) -> None:
         if self.concurrency < 1 or self.in_flight_bytes < 1:

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from smdist.identity import modes
 from smdist.layout import Layout
 from smdist.manifest import RankManifest, layout_key
+from smdist.pipeline.attached import settle
 from smdist.pipeline.block import Place, crc32c, read_tensor, tensor_spans
 from smdist.trials import Trial
 from tests.faults.launcher import Noted, Started
@@ -32,11 +33,8 @@ class Saved(NamedTuple):
     name: str
 
 
-def audit(out_dir: Path, *, uploaders_died: bool = False) -> dict[Saved, int]:
-    """Everything in the store with its checksum; fails on whatever is torn, doubled or unnamed.
-
-    An uploader that was killed may leave a segment that no manifest names.
-    """
+def audit(out_dir: Path) -> dict[Saved, int]:
+    """Everything in the store with its checksum; fails on whatever is torn, doubled or unnamed."""
     found: dict[Saved, int] = {}
     named: set[str] = set()
     for worker in sorted((out_dir / "manifests").glob("*")):
@@ -47,8 +45,8 @@ def audit(out_dir: Path, *, uploaders_died: bool = False) -> dict[Saved, int]:
         for manifests in sessions.values():
             _chain(manifests)
             for manifest in manifests:
-                _entries(out_dir, manifest, found)
-                named.update(entry.segment for entry in manifest.steps if entry.segment)
+                data = _entries(out_dir, manifest, found)
+                named.update(data)
     stored = {str(path.relative_to(out_dir)) for path in out_dir.glob("segments/*/*")}
     assert stored == named, (
         f"segments {stored - named} without and {named - stored} with a manifest"
@@ -68,13 +66,18 @@ def _chain(manifests: list[RankManifest]) -> None:
         upto = manifest.upto
 
 
-def _entries(out_dir: Path, manifest: RankManifest, found: dict[Saved, int]) -> None:
-    for entry in manifest.steps:
+def _entries(out_dir: Path, manifest: RankManifest, found: dict[Saved, int]) -> set[str]:
+    """The segments that a manifest names, without what it carries itself."""
+    settled, attached = settle("attached", manifest)
+    named = {entry.segment for entry in settled.steps} - {"", "attached"}
+    content = {segment: (out_dir / segment).read_bytes() for segment in named}
+    content["attached"] = attached
+    for entry in settled.steps:
         assert manifest.first <= entry.block < manifest.upto
         if not entry.segment:
             continue
         layout = Layout.from_json((out_dir / layout_key(entry.layout)).read_bytes())
-        data = (out_dir / entry.segment).read_bytes()
+        data = content[entry.segment]
         for tensor in layout.tensors:
             spans = tensor_spans(layout, tensor)
             assert spans is not None
@@ -85,6 +88,7 @@ def _entries(out_dir: Path, manifest: RankManifest, found: dict[Saved, int]) -> 
             saved = Saved(manifest.attempt, manifest.rank, entry.mode, entry.mode_step, tensor.name)
             assert saved not in found, f"stored twice: {saved}"
             found[saved] = crc32c(raw)
+    return named
 
 
 def opens_elsewhere(segment: Path) -> None:

@@ -1,4 +1,4 @@
-"""What fault tests share: one process that has imported torch, and how to tell a failure."""
+"""What fault tests share: one process that has imported torch, and places to store in."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.faults.launcher import Launcher, launching
+from tests.faults.places import moto, place, rclone
+
+__all__ = ["moto", "place", "rclone"]
 
 
 @pytest.fixture(scope="session")

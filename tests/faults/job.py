@@ -219,7 +219,8 @@ def _main() -> None:
     import torch
     import torch.distributed
 
-    import smdist.pytorch  # noqa: F401 - loaded, and nothing else
+    import smdist.pytorch
+    import smdist.storage.s3  # noqa: F401 - loaded, and nothing else: its SDK takes a second
 
     torch.set_num_threads(1)
     # The first one loads a second's worth of modules.

@@ -31,6 +31,7 @@ from tests.faults.launcher import (
     spools,
     until,
 )
+from tests.faults.places import Place
 
 TRAIN = modes.TRAIN
 
@@ -154,7 +155,7 @@ def test_a_disk_that_stays_full_leaves_a_spool_to_send(
     environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     subprocess.run(command, check=True, env=environ, capture_output=True)
     assert not spools(root)
-    audit(out_dir, uploaders_died=True)
+    audit(out_dir)
     with create_trial(out_dir) as trial:
         assert trial.steps(TRAIN) == list(range(6))
         assert_in_run(trial, started, 0, started.evidence())
@@ -314,21 +315,32 @@ print(hook.errors)
 """
 
 
-def test_names_of_every_kind_come_back(launcher: Launcher, tmp_path: Path) -> None:
-    arguments: dict[str, Any] = {"out_dir": str(tmp_path / "a/b/out"), "names": NAMES}
+def test_names_of_every_kind_come_back(launcher: Launcher, place: Place, tmp_path: Path) -> None:
+    out_dir = place.beside("a/b/out")
+    arguments: dict[str, Any] = {"out_dir": out_dir, "names": NAMES}
     arguments["root"] = str(tmp_path / "spools")
     (tmp_path / "a").mkdir()
     outside = set(tree(tmp_path.parent)) | {f"{tmp_path.name}/rank"}
     etc = set(os.listdir("/etc"))
-    started = launcher.start(tmp_path / "rank", NAMED, **arguments)
+    started = launcher.start(tmp_path / "rank", NAMED, place.environ, **arguments)
     assert started.wait() == 0, repr(started)
     assert (started.folder / "stdout").read_text() == "0\n", started.stderr
     drained(tmp_path / "spools")
-    allowed = (f"{tmp_path.name}/a/b", f"{tmp_path.name}/rank", f"{tmp_path.name}/spools")
+    allowed: tuple[str, ...] = (
+        f"{tmp_path.name}/a/b",
+        f"{tmp_path.name}/rank",
+        f"{tmp_path.name}/spools",
+    )
+    if place.server is not None and place.server.folder is not None:
+        server = place.server.folder.relative_to(tmp_path.parent)
+        within = [server / place.bucket / "a/b/out", server.parent / "rclone.log"]
+        within += [parent for path in within[:1] for parent in path.parents]
+        outside |= {str(path) for path in within}
+        allowed = (*allowed[1:], *map(str, within[:2]))
     written = set(tree(tmp_path.parent)) - outside
     assert not [path for path in written if not path.startswith(allowed)]
     assert set(os.listdir("/etc")) == etc
-    with create_trial(tmp_path / "a/b/out") as trial:
+    with create_trial(out_dir) as trial:
         assert not trial.troubles()
         expected = {*NAMES, *(f"scalar/{name}" for name in NAMES), "Linear_weight"}
         assert set(trial.tensor_names()) == expected
@@ -339,7 +351,7 @@ def test_names_of_every_kind_come_back(launcher: Launcher, tmp_path: Path) -> No
                 scalar = trial.tensor(f"scalar/{name}").value(step, mode=TRAIN)
                 assert float(scalar) == number + step / 2, name
             assert name in trial.tensor_names(collection=name)
-    audit_names(tmp_path / "a/b/out")
+    audit_names(place.objects(out_dir))
 
 
 def audit_names(out_dir: Path) -> None:
@@ -350,6 +362,8 @@ def audit_names(out_dir: Path) -> None:
         with safe_open(segment, framework="numpy") as opened:
             found.update(opened.keys())
     assert {f"train/1/{n}" for n in NAMES if not n.startswith(".")} <= found
+    keys = [path.relative_to(out_dir).as_posix() for path in out_dir.rglob("*") if path.is_file()]
+    assert all(re.fullmatch(r"[a-z]+(/[a-z0-9_.-]+)+|run\.json", key) for key in keys), keys
 
 
 # -- a buffer that is too small --------------------------------------------------------------------

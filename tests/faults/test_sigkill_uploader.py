@@ -29,6 +29,7 @@ from tests.faults.launcher import (
     uploader_of,
     uploaders,
 )
+from tests.faults.places import Place, at
 from tests.faults.test_sigkill_rank import seed
 
 pytestmark = pytest.mark.ranks
@@ -70,21 +71,25 @@ def kill(pid: int) -> None:
 
 
 @pytest.mark.timeout(180)
-def test_killed_uploaders(launcher: Launcher, tmp_path: Path) -> None:
-    chance = random.Random(f"{seed()}uploaders")
-    out_dir, root, stop = tmp_path / "out", tmp_path / "spools", tmp_path / "stop"
+@pytest.mark.parametrize(
+    ("place", "times"), at(("directory", 6), ("rclone", 4), ("moto", 3)), indirect=["place"]
+)
+def test_killed_uploaders(launcher: Launcher, place: Place, tmp_path: Path, times: int) -> None:
+    chance = random.Random(f"{seed()}uploaders{place.name}")
+    root, stop = tmp_path / "spools", tmp_path / "stop"
     print(f"run in {tmp_path}")  # noqa: T201
     ranks = [
         launcher.start(
             tmp_path / f"rank-{rank}",
             ENDLESS,
+            place.environ,
             rank=rank,
             world=2,
             steps=100_000,
             width=(64, 256)[rank],
             stop=str(stop),
             hook={
-                "out_dir": str(out_dir),
+                "out_dir": place.out_dir,
                 "spool_dir": str(root),
                 "linger_s": 0.02,
                 "segment_bytes": 1 << 20,
@@ -97,7 +102,7 @@ def test_killed_uploaders(launcher: Launcher, tmp_path: Path) -> None:
     kills = [0, 0]
     rows = [0, 0]  # kills since the last progress
     acked = [0, 0]
-    while min(kills) < 6:
+    while min(kills) < times:
         which = chance.randrange(2)
         spool, started = folders[which], ranks[which]
         with ledger_of(spool) as ledger:
@@ -123,8 +128,8 @@ def test_killed_uploaders(launcher: Launcher, tmp_path: Path) -> None:
     for started in ranks:
         assert started.wait() == 0, repr(started)
     drained(root)
-    found = audit(out_dir, uploaders_died=True)
-    with create_trial(out_dir) as trial:
+    found = audit(place.objects())
+    with create_trial(place.out_dir) as trial:
         assert trial.loaded_all_steps
         assert trial.workers() == ["worker_0", "worker_1"]
         for rank, started in enumerate(ranks):
@@ -137,20 +142,27 @@ def test_killed_uploaders(launcher: Launcher, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("first", ["rank", "uploader"])
-def test_both_killed_and_recovered(launcher: Launcher, tmp_path: Path, first: str) -> None:
-    chance = random.Random(f"{seed()}{first}")
-    out_dir, root = tmp_path / "out", tmp_path / "spools"
+@pytest.mark.parametrize(
+    ("place", "first"),
+    at(("directory", "rank"), ("directory", "uploader"), ("rclone", "rank"), ("moto", "uploader")),
+    indirect=["place"],
+)
+def test_both_killed_and_recovered(
+    launcher: Launcher, place: Place, tmp_path: Path, first: str
+) -> None:
+    chance = random.Random(f"{seed()}{first}{place.name}")
+    root = tmp_path / "spools"
     print(f"run in {tmp_path}")  # noqa: T201
     ranks = [
         launcher.start(
             tmp_path / f"rank-{rank}",
+            environ=place.environ,
             rank=rank,
             world=3,
             steps=10_000,
             width=256,
             hook={
-                "out_dir": str(out_dir),
+                "out_dir": place.out_dir,
                 "spool_dir": str(root),
                 "linger_s": chance.choice((0.01, 30.0)),
                 "buffer_bytes": 16 << 20,
@@ -190,8 +202,8 @@ def test_both_killed_and_recovered(launcher: Launcher, tmp_path: Path, first: st
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("(lost: ") == len(left), done.stdout
     assert not list(root.rglob("*")), "something stayed in the spool"
-    audit(out_dir, uploaders_died=True)
-    with create_trial(out_dir) as trial:
+    audit(place.objects())
+    with create_trial(place.out_dir) as trial:
         assert trial.loaded_all_steps
         for rank, started in enumerate(ranks):
             assert_in_run(trial, started, rank, started.evidence())

@@ -20,6 +20,9 @@ from smdist.identity import modes
 from smdist.trials import Trial, create_trial
 from tests.faults.audit import assert_in_run, audit, unexplained
 from tests.faults.launcher import REPOSITORY, Launcher, drained, launching, until
+from tests.faults.places import Place, at, make_place, moto, place, rclone
+
+__all__ = ["moto", "place", "rclone"]  # fixtures
 
 pytestmark = pytest.mark.ranks
 
@@ -67,7 +70,7 @@ def children():
 def one_run(name, options, early):
     # Built before the process group is there in the first run: ranks are known late.
     every = smd.SaveConfig(save_interval=1)
-    hook = smd.Hook(str(folder / name), save_config=every, **options)
+    hook = smd.Hook(plan["out"].replace("NAME", name), save_config=every, **options)
     if early:
         dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -135,6 +138,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "synced": {"include_workers": "all", "stage_gradients": "synced"},
     "listed": {"include_workers": [1, 3]},
 }
+IN_A_BUCKET = ("one", "local")
 
 
 def torchrun(script: Path, *words: str, options: tuple[str, ...] = (), ranks: int = RANKS) -> str:
@@ -164,6 +168,13 @@ class Told(msgspec.Struct, frozen=True):
 
 class Finished(NamedTuple):
     folder: Path
+    place: Place
+
+    def out_dir(self, run: str) -> str:
+        return self.place.beside(run)
+
+    def objects(self, run: str) -> Path:
+        return self.place.objects(self.out_dir(run))
 
     def kept(self, run: str, rank: int) -> dict[tuple[int, str], np.ndarray[Any, Any]]:
         found = {}
@@ -177,16 +188,24 @@ class Finished(NamedTuple):
         return msgspec.json.decode((self.folder / f"{run}-{rank}.json").read_bytes(), type=Told)
 
 
-@pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+@pytest.fixture(scope="module", params=["directory", pytest.param("rclone", marks=pytest.mark.s3)])
+def job(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Finished]:
     """One torchrun of four ranks that made all the runs."""
     folder = tmp_path_factory.mktemp("job")
+    place = make_place(request.param, request, folder)
     script = folder / "job.py"
     script.write_text(JOB)
-    plan = {"steps": STEPS, "runs": RUNS, "options": {"include_collections": EVERYTHING}}
-    torchrun(script, str(folder), msgspec.json.encode(plan).decode())
-    drained(folder / "spools")
-    return Finished(folder)
+    runs = {run: RUNS[run] for run in (RUNS if place.server is None else IN_A_BUCKET)}
+    options = {"include_collections": EVERYTHING}
+    plan = {"steps": STEPS, "runs": runs, "options": options, "out": place.beside("NAME")}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in place.environ.items():
+            patch.setenv(name, value)
+        torchrun(script, str(folder), msgspec.json.encode(plan).decode())
+        drained(folder / "spools")
+        yield Finished(folder, place)
 
 
 def assert_same(trial: Trial, job: Finished, run: str, rank: int) -> None:
@@ -195,7 +214,7 @@ def assert_same(trial: Trial, job: Finished, run: str, rank: int) -> None:
     worker = f"worker_{rank}"
     for (step, name), value in kept.items():
         found = trial.tensor(name).value(step, mode=modes.TRAIN, worker=worker)
-        where = f"{name} of {worker} at step {step} in {job.folder / run}"
+        where = f"{name} of {worker} at step {step} in {job.out_dir(run)}"
         assert (found.dtype, found.shape) == (value.dtype, value.shape), where
         assert found.tobytes() == value.tobytes(), where
     every = trial.values(workers=[rank], mode=modes.TRAIN)
@@ -203,10 +222,14 @@ def assert_same(trial: Trial, job: Finished, run: str, rank: int) -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("run", ["local", "synced"])
+@pytest.mark.parametrize(
+    ("job", "run"),
+    at(("directory", "local"), ("directory", "synced"), ("rclone", "local")),
+    indirect=["job"],
+)
 def test_all_ranks_agree_to_the_bit(job: Finished, run: str) -> None:
-    audit(job.folder / run)
-    with create_trial(job.folder / run) as trial:
+    audit(job.objects(run))
+    with create_trial(job.out_dir(run)) as trial:
         assert trial.workers() == [f"worker_{rank}" for rank in range(RANKS)]
         assert trial.num_workers == RANKS
         assert trial.steps() == trial.steps(modes.TRAIN) == list(range(STEPS))
@@ -223,7 +246,7 @@ def test_all_ranks_agree_to_the_bit(job: Finished, run: str) -> None:
 
 @pytest.mark.timeout(240)
 def test_one_rank_saves_and_the_others_do_nothing(job: Finished) -> None:
-    with create_trial(job.folder / "one") as trial:
+    with create_trial(job.out_dir("one")) as trial:
         assert trial.workers() == ["worker_0"]
         assert trial.steps() == list(range(STEPS))
         assert_same(trial, job, "one", 0)
@@ -235,21 +258,23 @@ def test_one_rank_saves_and_the_others_do_nothing(job: Finished) -> None:
         assert job.told("one", rank).worker == f"worker_{rank}"
     for rank in range(RANKS):
         assert all("-worker_0-" in name for name in job.told("one", rank).spools)
-    owners = {path.stem for path in (job.folder / "one/collections").iterdir()}
-    owners |= {path.name for path in (job.folder / "one").glob("[smh]e*s/*") if path.is_dir()}
-    owners |= {path.name for path in (job.folder / "one/manifests").iterdir()}
+    stored = job.objects("one")
+    owners = {path.stem for path in (stored / "collections").iterdir()}
+    owners |= {path.name for path in stored.glob("[smh]e*s/*") if path.is_dir()}
+    owners |= {path.name for path in (stored / "manifests").iterdir()}
     assert owners == {"worker_0"}
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize("job", ["directory"], indirect=True)
 def test_a_list_of_ranks(job: Finished) -> None:
-    audit(job.folder / "listed")
-    with create_trial(job.folder / "listed") as trial:
+    audit(job.objects("listed"))
+    with create_trial(job.out_dir("listed")) as trial:
         assert trial.workers() == ["worker_1", "worker_3"]
         assert trial.steps() == list(range(STEPS))
         for rank in (1, 3):
             assert_same(trial, job, "listed", rank)
-    assert {path.name for path in (job.folder / "listed/manifests").iterdir()} == {
+    assert {path.name for path in (job.objects("listed") / "manifests").iterdir()} == {
         "worker_1",
         "worker_3",
     }
@@ -284,8 +309,10 @@ if arguments["ends"] == "close":
 
 
 @pytest.mark.timeout(120)
-def test_ranks_that_leave_early_never_come_or_do_less(launcher: Launcher, tmp_path: Path) -> None:
-    out_dir, root = tmp_path / "out", tmp_path / "spools"
+def test_ranks_that_leave_early_never_come_or_do_less(
+    launcher: Launcher, place: Place, tmp_path: Path
+) -> None:
+    out_dir, root = place.out_dir, tmp_path / "spools"
     go, done = tmp_path / "go", tmp_path / "done"
     print(f"run in {tmp_path}")  # noqa: T201
     plan = [("steps", 8), ("close", 2), ("steps", 3), ("never", 0)]
@@ -293,13 +320,14 @@ def test_ranks_that_leave_early_never_come_or_do_less(launcher: Launcher, tmp_pa
         launcher.start(
             tmp_path / f"rank-{rank}",
             UNEVEN,
+            place.environ,
             rank=rank,
             world=4,
             steps=steps,
             ends=ends,
             go=str(go),
             done=str(done),
-            hook={"out_dir": str(out_dir), "spool_dir": str(root), "linger_s": 0.01},
+            hook={"out_dir": out_dir, "spool_dir": str(root), "linger_s": 0.01},
         )
         for rank, (ends, steps) in enumerate(plan)
     ]
@@ -346,7 +374,7 @@ def test_ranks_that_leave_early_never_come_or_do_less(launcher: Launcher, tmp_pa
             trial.wait_for_steps([8], timeout_s=10)
         with pytest.raises((NoMoreData, StepUnavailable)):
             trial.tensor("Net_fc1.weight").value(8)
-        found = audit(out_dir)
+        found = audit(place.objects())
         for rank, started in enumerate(ranks[:3]):
             assert_in_run(trial, started, rank, started.evidence())
             assert not unexplained(found, rank, started.evidence())

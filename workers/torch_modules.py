@@ -20,6 +20,7 @@ from smdist.planning import Planner, StepPlan
 from smdist.workers.mishaps import Mishaps
 from smdist.workers.recorder import Recorder
 from smdist.workers.torch_callback import Callback, in_backward, within_compiled
+from smdist.workers.torch_compiled_parts import CompiledParts
 from smdist.workers.torch_flatten import tensors_in
 from smdist.workers.torch_host import Value, readable
 from smdist.workers.torch_names import compiled
@@ -55,7 +56,8 @@ class Modules:
         self._handles: list[RemovableHandle] = []
         self._counts: dict[tuple[str, str], int] = {}
         self._in_graph: bool | None = None  # was the root of this step called from a graph?
-        self._judged: set[str] = set()
+        self._judged = False
+        self._parts = CompiledParts(mishaps)
 
     def add(self, named: dict[str, nn.Module], *, root: str = "", loss: bool = False) -> None:
         """`root`: the one among them whose inputs come by `record_inputs`."""
@@ -127,14 +129,27 @@ class Modules:
             for watch in wanted:
                 self._handles += self._watch(watch)
             self._armed = wanted
+            self._parts.arm(self._compiled_parts())
         return [watch.name for watch in wanted if watch.name in self._losses and watch.outputs]
 
     def disarm(self) -> None:
         self._judge()
+        self._parts.disarm()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._armed = ()
+
+    def _compiled_parts(self) -> list[nn.Module]:
+        """Those inside which something is watched."""
+        inside = [watch.name for watch in self._armed if self._is_inside(watch)]
+        return [
+            part
+            for name, module in self._modules.items()
+            if name not in self._roots and (parts := CompiledParts.among(module))
+            if any(other.startswith(f"{name}.") for other in inside)
+            for part in parts
+        ]
 
     def _judge(self) -> None:
         """The step is over: did a graph that was compiled before run without calling our hooks?
@@ -145,24 +160,14 @@ class Modules:
         self._counts.clear()
         self._in_graph = None
         inside = [watch.name for watch in self._armed if self._is_inside(watch)]
-        if in_graph and ran.isdisjoint(inside):
-            self._missed("", inside)
-        for name in ran & self._modules.keys():
-            if compiled(self._modules[name]):
-                within = [other for other in inside if other.startswith(f"{name}.")]
-                if ran.isdisjoint(within):
-                    self._missed(name, within)
-
-    def _missed(self, place: str, names: list[str]) -> None:
-        if not names or place in self._judged:
+        if not in_graph or not inside or not ran.isdisjoint(inside):
             return
-        self._judged.add(place)
-        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        self._judged = True
+        others = f" and {len(inside) - 1} more" if len(inside) > 1 else ""
         self._mishaps.trouble(
-            f"no inputs or outputs came from {names[0]}{others}; it seems that "
-            f"{place or 'the model'} had been compiled before hooks hung there: compile the whole "
-            "model and register the result, model = torch.compile(model); "
-            "hook.register_module(model)"
+            f"no inputs or outputs came from {inside[0]}{others}; it seems that the model had been "
+            "compiled before hooks hung there: register what torch.compile returned, "
+            "model = torch.compile(model); hook.register_module(model)"
         )
 
     def _watch(self, watch: _Watch) -> Iterable[RemovableHandle]:
@@ -187,7 +192,7 @@ class Modules:
             self._arrived(name)
 
     def record_inputs(self, root: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._in_graph is None and "" not in self._judged and self.inside:
+        if self._in_graph is None and not self._judged and self.inside:
             self._in_graph = not compiled(self._modules[root]) and within_compiled()
         if any(watch.inputs and watch.name == root for watch in self._armed):
             self.record(root, INPUT, (args, kwargs))

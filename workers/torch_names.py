@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-__all__ = ["NamedParameter", "Names", "compiled", "entrance", "inner", "parameters_of"]
+__all__ = ["NamedParameter", "Names", "compiled", "entrance", "inner", "layers", "parameters_of"]
 
 # The attribute under which a wrapper keeps what it wraps.
 _COMPILED = "_orig_mod"
@@ -38,11 +38,17 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
     return None
 
 
+def layers(module: nn.Module) -> Iterator[nn.Module]:
+    """The module, what it wraps, what that wraps."""
+    yield module
+    while (found := _wrapped(module)) is not None:
+        yield (module := found)
+
+
 def inner(module: nn.Module) -> nn.Module:
     """The module the user wrote."""
-    while (found := _wrapped(module)) is not None:
-        module = found
-    return module
+    *_, found = layers(module)
+    return found
 
 
 def entrance(module: nn.Module) -> nn.Module:
@@ -101,12 +107,8 @@ class Names:
 
     def of(self, module: nn.Module) -> str | None:
         """The name of a module or of what it wraps."""
-        while (known := self._of.get(id(module))) is None:
-            found = _wrapped(module)
-            if found is None:
-                return None
-            module = found
-        return known[0]
+        known = (self._of.get(id(layer)) for layer in layers(module))
+        return next((found[0] for found in known if found is not None), None)
 
     def add_root(self, module: nn.Module) -> tuple[str, dict[str, nn.Module]]:
         """The root's name, and all modules under it that had none, by name; itself included."""
@@ -134,12 +136,8 @@ class Names:
 
     def _take(self, name: str, module: nn.Module) -> None:
         self._taken.add(name)
-        while True:
-            self._of[id(module)] = name, module
-            found = _wrapped(module)
-            if found is None:
-                return
-            module = found
+        for layer in layers(module):
+            self._of[id(layer)] = name, layer
 
     def _free(self, name: str) -> str:
         if name not in self._taken:

@@ -169,18 +169,55 @@ def test_a_graph_from_before_the_hook_is_told(tmp_path: Path, kind: str, first: 
     assert "hook.register_module(model)" in message
 
 
-def test_a_compiled_part_from_before_the_hook_is_told(tmp_path: Path) -> None:
-    net = nn.Sequential()
-    net.add_module("block", compiled(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), backend="eager"))
-    net.add_module("head", nn.Linear(4, 2))
-    net(torch.randn(3, 4))
-    with hooked(tmp_path / "run", include_collections=["outputs"]) as hook:
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.act = nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.act(self.fc(x))
+        return out
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("ran_before", [True, False])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_model_that_is_compiled_in_parts(
+    tmp_path: Path, in_place: bool, ran_before: bool, first: int
+) -> None:
+    calls = 0
+
+    def counting(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Any:
+        def run(*inputs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return graph(*inputs)
+
+        return run
+
+    part: nn.Module = Block()
+    if in_place:
+        part.compile(backend=counting)
+    else:
+        part = compiled(part, backend=counting)
+    net = nn.Sequential(part, nn.Linear(4, 2))
+    if ran_before:
+        net(torch.randn(3, 4))
+    config = smd.SaveConfig(save_interval=2, start_step=first)
+    with hooked(tmp_path / "run", include_collections=["outputs"], save_config=config) as hook:
         hook.register_module(net)
-        train(net, 2)
+        calls = 0
+        train(net, 4)
+        assert calls == (2 if first == 0 else 3)  # the graph, on steps that are not due
     trial = read(tmp_path / "run")
-    assert {"block_output_0", "head_output_0"} <= set(trial.tensor_names())
-    (message,) = trial.troubles()["worker_0"]
-    assert "block.0 and 1 more" in message
+    assert trial.steps() == ([0, 2] if first == 0 else [2])
+    for step in trial.steps():
+        assert {"0.fc_output_0", "0.act_output_0"} <= set(trial.tensor_names(step=step))
+    assert trial.troubles() == {}
+    calls = 0
+    net(torch.randn(3, 4))
+    assert calls == 1
 
 
 def test_a_compiled_model_with_a_part_that_does_not_run_is_no_trouble(tmp_path: Path) -> None:

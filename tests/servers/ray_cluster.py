@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import pytest
 
@@ -160,6 +160,7 @@ class Cluster:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+@final
 class Driver:
     """A process that is attached to a Ray and does what it is told; see ray_driver.py."""
 

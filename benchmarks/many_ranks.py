@@ -32,11 +32,14 @@ from smdist.identity import ModeKeys, worker_name
 from smdist.layout import Layout
 from smdist.manifest import (
     RUN_KEY,
+    CollectionInfo,
+    Collections,
     RankManifest,
     RankState,
     Run,
     Session,
     StepEntry,
+    collections_key,
     layout_key,
     manifest_key,
     segment_key,
@@ -222,7 +225,11 @@ def measure_merge(size: Size, store: Store) -> list[Row]:
     memory = (status_bytes()["VmRSS"] - before) / MB
     columns = sum(c.columns.nbytes for s in merging.view.sealed.values() for c in s.chunks) / MB
     run = Run("simulated", BEGUN, "pytorch")
-    start = [(RUN_KEY, [msgspec.json.encode(run)])]
+    described = Collections(worker_name(0), (CollectionInfo("weights", ("weight",)),))
+    start = [
+        (RUN_KEY, [msgspec.json.encode(run)]),
+        (collections_key(worker_name(0)), [msgspec.json.encode(described)]),
+    ]
     for rank in range(size.ranks):
         session = msgspec.json.encode(session_of(size, rank))
         start.append((session_key(worker_name(rank), 0), [session]))

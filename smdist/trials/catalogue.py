@@ -1,15 +1,14 @@
 """What a run holds, as of one moment: the pure side of a trial.
 
-A `Catalogue` is immutable. `advance` makes the next one from more facts or from a newer snapshot,
-looking again only at steps that these touch. Every question a trial answers without reading tensor data is
-answered here.
+A `Catalogue` is immutable; `smdist.trials.advance` makes the next one. Every question a trial answers
+without reading tensor data is answered here.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
@@ -22,20 +21,16 @@ from smdist.coordination.membership import (
     RankReport,
     RankStatus,
     StepFacts,
-    all_step_facts,
-    expected_ranks,
     missing_ranks,
     rank_reports,
 )
-from smdist.coordination.merge import StepKey, View, merge
-from smdist.coordination.sealed import NOTHING
-from smdist.coordination.spans import joined
+from smdist.coordination.merge import StepKey, View
 from smdist.errors import StepNotYetAvailable, StepUnavailable
 from smdist.identity import ModeKeys
 from smdist.layout import Layout, TensorEntry
 from smdist.manifest import StepEntry
 
-__all__ = ["Catalogue", "Found", "LayoutIndex", "StepState", "advance", "touched_steps"]
+__all__ = ["Catalogue", "Found", "LayoutIndex", "StepState"]
 
 GLOBAL = ModeKeys.GLOBAL
 
@@ -185,7 +180,7 @@ class Catalogue:
         facts = self.step(number, mode)
         if facts is not None:
             return StepState.AVAILABLE if self.settled(facts) else StepState.NOT_YET_AVAILABLE
-        if mode is GLOBAL and not self._in_range(number):
+        if mode is GLOBAL and not self.in_range(number):
             return StepState.UNAVAILABLE
         for attempt, reports in self._reports.items():
             known = self.view.attempts[attempt]
@@ -202,7 +197,7 @@ class Catalogue:
         place = bisect_left(steps, number)
         return steps[place] if place < len(steps) else None
 
-    def _in_range(self, number: int) -> bool:
+    def in_range(self, number: int) -> bool:
         first, end = self.range_steps
         return (first is None or number >= first) and (end is None or number < end)
 
@@ -275,83 +270,3 @@ class Catalogue:
 
 def _precedence(facts: StepFacts) -> tuple[int, int, StepKey]:
     return (-facts.attempt, min(facts.ranks, default=1 << 62), facts.key)
-
-
-def advance(
-    old: Catalogue,
-    delta: View,
-    layouts: Mapping[str, Layout],
-    now: float,
-    *,
-    base: View | None = None,
-) -> Catalogue:
-    """The catalogue with the facts of `delta` and the layouts they name, as of `now`.
-
-    `base` is a newer snapshot, to take the place of the one so far.
-    """
-    before = old.view if base is None else merge(base, _beyond(old.view, base))
-    view = merge(before, delta)
-    attempts = [a for a in view.attempts if old.attempt is None or a == old.attempt]
-    expected = {attempt: expected_ranks(view, attempt) for attempt in attempts}
-    touched = {key for attempt, key in touched_steps(delta) if attempt in expected}
-    for attempt in attempts:
-        if expected[attempt] != old.expected.get(attempt):
-            # When more ranks are expected than before, what was complete may no longer be.
-            touched |= view.keys(attempt).union(*_drops(view, attempt))
-        elif base is not None:
-            touched |= _rebased(old.view, view, attempt)
-    new = replace(
-        old,
-        view=view,
-        expected=expected,
-        now=now,
-        layouts={**old.layouts, **{d: LayoutIndex(layout) for d, layout in layouts.items()}},
-    )
-    untouched = {key: facts for key, facts in old.steps.items() if key not in touched}
-    return replace(new, steps={**untouched, **_assess(new, touched)})
-
-
-def touched_steps(delta: View) -> Iterator[tuple[int, StepKey]]:
-    """Attempt and key of each step that recent facts of `delta` are about."""
-    for attempt, ranks in delta.attempts.items():
-        for key in set().union(*(known.steps for known in ranks.values())):
-            yield attempt, key
-        for key in set().union(*_drops(delta, attempt)):
-            yield attempt, key
-
-
-def _drops(view: View, attempt: int) -> Iterator[Mapping[StepKey, object]]:
-    return (known.drops for known in view.attempts.get(attempt, {}).values())
-
-
-def _beyond(view: View, base: View) -> View:
-    """What `view` has read of the ranks that `base` may not know of."""
-    found = View()
-    for attempt, rank, known in view.ranks():
-        covered = base.rank(attempt, rank)
-        if covered is not None and joined((*covered.seen, *known.seen)) == covered.seen:
-            known = known.without_steps()
-        found.attempts.setdefault(attempt, {})[rank] = known
-    return found
-
-
-def _rebased(old: View, new: View, attempt: int) -> set[StepKey]:
-    """Steps that may have changed with the snapshot."""
-    before, after = old.sealed.get(attempt, NOTHING), new.sealed.get(attempt, NOTHING)
-    touched = {
-        (chunk.ref.mode, mode_step)
-        for chunk in (*after.without(before), *before.without(after))
-        for mode_step in chunk.rows
-    }
-    for view in (old, new):
-        for known in view.attempts.get(attempt, {}).values():
-            touched.update(known.steps, known.drops)
-    return touched
-
-
-def _assess(catalogue: Catalogue, touched: set[StepKey]) -> dict[StepKey, StepFacts]:
-    chosen: dict[StepKey, StepFacts] = {}
-    for attempt in sorted(catalogue.expected, reverse=True):
-        rest = touched - chosen.keys()
-        chosen |= all_step_facts(catalogue.view, attempt, catalogue.expected[attempt], rest)
-    return {key: facts for key, facts in chosen.items() if catalogue._in_range(facts.step)}

@@ -35,7 +35,8 @@ from smdist.identity import ModeKeys
 from smdist.manifest import CollectionInfo, Run
 from smdist.storage import is_remote, sync
 from smdist.storage.base import Store
-from smdist.trials.catalogue import Catalogue, StepState, advance, touched_steps
+from smdist.trials.advance import advance, touched_steps
+from smdist.trials.catalogue import Catalogue, StepState
 from smdist.trials.loader import Loader
 from smdist.trials.reader import GAP, REMOTE_GAP, Reader
 from smdist.trials.snapshots import Snapshots

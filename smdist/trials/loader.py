@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from smdist.coordination.merge import RankView, View, add
+from smdist.coordination.merge import View, add
 from smdist.coordination.snapshot import together
 from smdist.errors import NoSuchRun, ObjectNotFound, TrialError
 from smdist.identity import worker_name
@@ -44,6 +44,7 @@ from smdist.manifest import (
 )
 from smdist.pipeline.attached import settle
 from smdist.storage.base import Store
+from smdist.trials.progress import Progress, progress_of
 from smdist.trials.snapshots import Snapshot, Snapshots
 
 __all__ = ["Loader", "News"]
@@ -72,38 +73,8 @@ class News:
     troubles: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass
-class _Progress:
-    """How far the manifests of one rank in one attempt were read."""
-
-    upto: int = 0  # every seq below was read
-    beyond: set[int] = field(default_factory=set)
-    final: bool = False
-
-    @property
-    def ended(self) -> bool:
-        return self.final and not self.beyond
-
-    def lacks(self, seq: int) -> bool:
-        return seq >= self.upto and seq not in self.beyond
-
-    def saw(self, seq: int) -> None:
-        self.beyond.add(seq)
-        while self.upto in self.beyond:
-            self.beyond.remove(self.upto)
-            self.upto += 1
-
-
-def _progress_of(known: RankView) -> _Progress:
-    seen = known.seen
-    upto = seen[0][1] if seen and seen[0][0] == 0 else 0
-    beyond = {seq for start, stop in seen if start >= upto for seq in range(start, stop)}
-    final = known.head is not None and known.head.state == "ended"
-    return _Progress(upto, beyond, final)
-
-
 class _Fresh(NamedTuple):
-    progress: _Progress
+    progress: Progress
     seq: int
     key: str
 
@@ -118,7 +89,7 @@ class Loader:
         self._untold = News()
         self._concurrency = concurrency
         self._sessions: set[str] = set()
-        self._progress: dict[Owner, _Progress] = {}
+        self._progress: dict[Owner, Progress] = {}
         self._layouts: set[str] = set()
         self._wanted: set[str] = set()
         self._described = False
@@ -176,7 +147,7 @@ class Loader:
             news.layouts[digest] = snapshot.layouts[digest]
             self._layouts.add(digest)
         for attempt, rank, known in snapshot.view.ranks():
-            theirs, ours = _progress_of(known), self._progress.get((attempt, rank))
+            theirs, ours = progress_of(known), self._progress.get((attempt, rank))
             if ours is None or (ours.upto <= theirs.upto and not ours.beyond):
                 self._progress[attempt, rank] = theirs
             if known.session is not None:
@@ -233,7 +204,7 @@ class Loader:
             if session is not None:
                 add(news.facts, session)
         for owner in fresh:
-            self._progress.setdefault(owner, _Progress())
+            self._progress.setdefault(owner, Progress())
         self._sessions.update(fresh.values())
 
     async def _load_summary(self, news: News, found: tuple[Owner, str]) -> None:
@@ -246,7 +217,7 @@ class Loader:
         if not summary.whole or (session.attempt, session.rank) != owner:
             return
         add(news.facts, session)
-        progress = self._progress[owner] = _Progress(final=True)
+        progress = self._progress[owner] = Progress(final=True)
         for manifest in summary.manifests:
             key = manifest_key(manifest.worker, manifest.attempt, manifest.seq)
             self._take(news, key, manifest)

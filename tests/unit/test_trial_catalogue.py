@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from smdist.coordination.merge import View, fold
 from smdist.identity import ModeKeys
 from smdist.manifest import RankManifest, StepEntry
-from smdist.trials.catalogue import Catalogue, StepState, advance
+from smdist.trials.advance import advance
+from smdist.trials.catalogue import Catalogue, StepState
 
 TRAIN, GLOBAL = ModeKeys.TRAIN, ModeKeys.GLOBAL
 

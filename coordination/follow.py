@@ -49,6 +49,7 @@ _SESSION = re.compile(r"sessions/worker_(\d+)/(\d+)\.json")
 _SUMMARY = re.compile(r"summaries/worker_(\d+)/(\d+)\.json")
 _MOST_WINDOW = 16  # manifests of a rank asked for at once, when it has a backlog
 _MOST_AT_ONCE = 64  # manifests of a rank in one poll: snapshots go on while a backlog is read
+_MOST_IN_POLL = 8192  # and of all; who got no turn is first in the next
 _MOST_SEEK_S = 3600.0
 _MOST_ERRORS = 8  # in a poll, without a success: the store is down, the rest need not try
 
@@ -151,6 +152,7 @@ class Follow:
     now: Callable[[], float]
     rhythm: Rhythm = field(default_factory=Rhythm)
     concurrency: int = 64
+    share: tuple[int, int] = (0, 1)  # index and number: only ranks with that remainder
     layouts: dict[str, Layout] = field(default_factory=dict)
     troubles: dict[str, str] = field(default_factory=dict)  # by key: what cannot be read
     tracks: dict[Owner, Track] = field(default_factory=dict)
@@ -194,7 +196,8 @@ class Follow:
     def settled(self) -> bool:
         """Every rank has said its last word, all that they named was read, and none came since."""
         tracks = self.tracks.values()
-        done = bool(tracks) and all(t.final and t.farewell for t in tracks)
+        some = bool(tracks) or self.share[1] > 1
+        done = some and all(t.final and t.farewell for t in tracks)
         return done and self._looked and not self._wanted
 
     @property
@@ -217,7 +220,7 @@ class Follow:
             await self.discover(found)
         now = self.now()
         live = [track for track in self.tracks.values() if not track.final]
-        due = [track for track in live if track.due_at <= now]
+        due = sorted((t for t in live if t.due_at <= now), key=lambda track: track.due_at)
         await self._each(lambda track: self._read(track, found), due)
         beating = [track for track in self.tracks.values() if self._beat_due(track, now)]
         await self._each(lambda track: self._beat(track, found), beating)
@@ -260,13 +263,13 @@ class Follow:
     # -- who takes part --------------------------------------------------------------------------
 
     async def discover(self, found: Found) -> None:
-        now, rhythm = self.now(), self.rhythm
+        now, rhythm, share = self.now(), self.rhythm, self.share
         try:
             keys = await self.store.list("sessions/")
             owners = {
                 (int(match[2]), int(match[1])): key
                 for key in keys
-                if (match := _SESSION.fullmatch(key))
+                if (match := _SESSION.fullmatch(key)) and int(match[1]) % share[1] == share[0]
             }
             fresh = {owner: key for owner, key in owners.items() if owner not in self.tracks}
             if fresh and self._summaries:
@@ -326,6 +329,8 @@ class Follow:
 
     async def _read(self, track: Track, found: Found) -> None:
         before = found.manifests
+        if before >= _MOST_IN_POLL:
+            return
         try:
             while await self._window(track, found):
                 if track.final or found.manifests - before >= _MOST_AT_ONCE:

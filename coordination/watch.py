@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import secrets
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from smdist.coordination.follow import Follow
 from smdist.coordination.inbox import Hint, Inbox
 from smdist.coordination.membership import PATIENCE, Patience
 from smdist.coordination.status import RunStatus
-from smdist.coordination.watcher import Watcher
+from smdist.coordination.watcher import FollowWith, Watcher
 from smdist.errors import (
     AlreadyCoordinated,
     NoSuchRun,
@@ -59,8 +63,13 @@ class Watch:
         take_over: bool = False,
         lease_s: float = 30.0,
         inbox_host: str | None = None,
+        follow: Callable[[str], FollowWith] = lambda _: Follow,
     ) -> None:
-        """`inbox_host`: how uploaders reach this machine; None: they are not asked to."""
+        """`inbox_host`: how uploaders reach this machine; None: they are not asked to.
+
+        `follow`: by a run's URL, what makes that which reads for its watcher.
+        """
+        self._follow = follow
         self.url, self._own = url, store is None
         self._store = (
             store
@@ -68,10 +77,13 @@ class Watch:
             else open_store(url, deadline_s=_REQUEST_S, concurrency=_AT_ONCE)
         )
         self._interval_s, self._patience, self._now = interval_s, patience, now
-        self._writer, self._take_over, self._lease_s = writer, take_over, lease_s
+        # Watchers of one run follow each other here; none waits for the lease of the one before.
+        self._writer = writer or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        self._take_over, self._lease_s = take_over, lease_s
         self._inbox = Inbox(self._hint, host=inbox_host) if inbox_host else None
         self._receiving = False
         self._entries: dict[str, _Entry] = {}  # by name below the place, "" for the place itself
+        self._scanning = asyncio.Semaphore(16)
         self.trouble = ""
 
     # -- running ---------------------------------------------------------------------------------
@@ -111,16 +123,26 @@ class Watch:
         return await self._scan_below("", 1)
 
     async def _scan_below(self, prefix: str, depth: int) -> list[str]:
-        found: list[str] = []
-        for folder in await folders(self._store, prefix):
-            name = f"{prefix}{folder}"
-            if name in self._entries or folder in _OWN:
-                continue
-            if await self._is_run(f"{name}/"):
-                found.append(name)
-            elif depth < _DEPTH:
-                found += await self._scan_below(f"{name}/", depth + 1)
-        return found
+        async def look(name: str) -> list[str]:
+            async with self._scanning:
+                is_run = await self._is_run(f"{name}/")
+            if is_run:
+                return [name]
+            return await self._scan_below(f"{name}/", depth + 1) if depth < _DEPTH else []
+
+        async with self._scanning:
+            inside = [f"{prefix}{folder}" for folder in await folders(self._store, prefix)]
+        fresh = [name for name in inside if name not in self._entries]
+        tasks = [
+            asyncio.ensure_future(look(name))
+            for name in fresh
+            if name.rpartition("/")[2] not in _OWN
+        ]
+        try:
+            return [name for names in await asyncio.gather(*tasks) for name in names]
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def _is_run(self, prefix: str) -> bool:
         try:
@@ -145,6 +167,7 @@ class Watch:
             take_over=self._take_over,
             lease_s=self._lease_s,
             inbox=self._inbox.address if self._inbox is not None and self._receiving else None,
+            follow=self._follow(store.url),
         )
 
     async def _attend(self, entry: _Entry, name: str, stop: asyncio.Event) -> None:
@@ -172,12 +195,12 @@ class Watch:
 
     async def _until_more(self, entry: _Entry, stop: asyncio.Event, pause_s: float) -> None:
         """Wait; when the run has finished, until it is resumed."""
-        await _wait(stop, pause_s)
+        await entry.watcher.rest(stop, pause_s)
         while entry.watcher.state == "finished" and not stop.is_set():
             with contextlib.suppress(SmdistError, OSError):
                 if await entry.watcher.resumed():
                     return
-            await _wait(stop, pause_s)
+            await entry.watcher.rest(stop, pause_s)
 
     async def close(self) -> None:
         tasks = [entry.task for entry in self._entries.values() if entry.task is not None]

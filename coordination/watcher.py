@@ -62,6 +62,8 @@ _MOST_PAUSE_S = 30.0
 _MOST_TROUBLES = 20
 _GIVE_UP = 10.0  # times `lost_after_s`: a run of which nothing was heard for so long has ended
 
+FollowWith = Callable[[Store, Callable[[Fact], None], Callable[[], float], Rhythm], Follow]
+
 
 class Watcher:
     def __init__(
@@ -77,12 +79,14 @@ class Watcher:
         lease_s: float = 30.0,
         keep_s: float = 900.0,
         inbox: Address | None = None,
+        follow: FollowWith = Follow,
     ) -> None:
         """`writer` names who may come back: a restart under the same name waits for no lease.
 
         Give an actor's id, which outlives its process; left out, every watcher is a stranger.
         A given `store` stays the caller's. `keep_s`: how long snapshots stay after they were
-        replaced. `inbox`: where uploaders may say that there is more.
+        replaced. `inbox`: where uploaders may say that there is more. `follow` makes what reads
+        for it.
         """
         self.url, self._own = url, store is None
         self._store = (
@@ -97,7 +101,7 @@ class Watcher:
         self._tenure = Tenure(self._store, owner=writer, now=now, cadence=self._cadence)
         self._sweeper = Sweeper(self._store, now, keep_s)
         rhythm = Rhythm(interval_s, beat_s=beat_s, discover_s=5 * interval_s)
-        self._follow = Follow(self._store, self._take, now, rhythm)
+        self._follow = follow(self._store, self._take, now, rhythm)
         self._view, self._book = View(), StepBook()
         self._touched: dict[int, set[StepKey]] = {}
         self._pending = Pending()
@@ -178,8 +182,7 @@ class Watcher:
             if self._state != "watching":
                 return False
             try:
-                found = await self._follow.poll()
-                self._fold(found)
+                self._fold(await self._poll())
                 written = await self._write()
             except Superseded as error:
                 self._end("superseded", str(error))
@@ -190,6 +193,18 @@ class Watcher:
                 return False
             self._failures = self._failures + 1 if self._follow.failing else 0
             return written
+
+    async def _poll(self) -> Found:
+        """What is new. A backlog takes a while, and the lease is to be held meanwhile."""
+        polling = asyncio.ensure_future(self._follow.poll())
+        try:
+            while not (await asyncio.wait([polling], timeout=self._cadence.renew_s))[0]:
+                await self._tenure.renew()
+            return polling.result()
+        finally:
+            if not polling.done():
+                polling.cancel()
+                await asyncio.wait([polling])
 
     async def run(self, stop: asyncio.Event) -> None:
         """Turns until stopped, superseded (raises), or the run is finished and that is written."""
@@ -205,8 +220,12 @@ class Watcher:
             wait_s = min(interval_s * 2.0 ** min(self._failures, 16), _MOST_PAUSE_S)
         else:
             await asyncio.sleep(min(_BREATH_S, interval_s))
+        await self.rest(stop, wait_s)
+
+    async def rest(self, stop: asyncio.Event, seconds: float) -> None:
+        """Wait that long; less when there is a hint."""
         waits = [asyncio.ensure_future(event.wait()) for event in (stop, self._wake)]
-        await asyncio.wait(waits, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
         self._wake.clear()
@@ -267,11 +286,11 @@ class Watcher:
     def _has_ended(self) -> bool:
         """Nothing more is to be expected: by the last word of every rank, or after a long silence."""
         now, view, follow = self._now(), self._view, self._follow
+        silence = now - max((track.heard_at for track in follow.tracks.values()), default=now)
+        if not follow.settled and silence <= _GIVE_UP * self._patience.lost_after_s:
+            return False
         if not finished(view, now, self._patience):
             return False
-        silence = now - max((track.heard_at for track in follow.tracks.values()), default=now)
-        if not follow.settled:
-            return silence > _GIVE_UP * self._patience.lost_after_s
         newest = view.attempts[max(view.attempts)]
         heads = [known.head for known in newest.values()]
         clean = all(head and head.state == "ended" and not head.reason for head in heads)

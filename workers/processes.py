@@ -2,6 +2,7 @@
 
 start_ticks(pid)             what to remember of a process besides its number
 alive(pid, ticks)            asked once
+stopped(pid)                 held by SIGSTOP or SIGTSTP
 async with watching(...)     asked by the kernel (pidfd) or, where there is none, by polling
 """
 
@@ -13,7 +14,7 @@ import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-__all__ = ["alive", "start_ticks", "watching"]
+__all__ = ["alive", "start_ticks", "stopped", "watching"]
 
 _POLL_S = 0.5
 _STATE, _START = 0, 19  # fields of /proc/<pid>/stat, counted behind the command's name
@@ -53,6 +54,12 @@ def alive(pid: int, ticks: int = 0) -> bool:
     except PermissionError:
         pass
     return True
+
+
+def stopped(pid: int) -> bool:
+    """Whether somebody has stopped it, a debugger aside; it is there and does nothing."""
+    fields = _stat(pid)
+    return fields is not None and fields[_STATE] == "T"
 
 
 def _has_threads(pid: int) -> bool:

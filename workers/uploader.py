@@ -47,7 +47,7 @@ from smdist.workers.intake import Intake
 from smdist.workers.journal import JournalReader
 from smdist.workers.ledger import Ledger
 from smdist.workers.patience import GaveUp, Patience
-from smdist.workers.processes import alive, watching
+from smdist.workers.processes import alive, stopped, watching
 from smdist.workers.spool import Doorbell, Spool
 from smdist.workers.summary import Summary
 from smdist.workers.supervisor import LEFT_BEHIND
@@ -316,14 +316,15 @@ class Uploader:
         self._wake.set()
 
     async def _beat(self, store: Store) -> None:
-        """Say that the rank lives, unless a manifest has just said so."""
+        """Say that the rank lives, unless a manifest has just said so. A stopped one does not."""
         session, interval_s = self._info.session, self._options.heartbeat_s
         key = heartbeat_key(worker_name(session.rank), session.attempt)
         while not self._stopping.is_set():
             spoken_at = self._committer.last_commit_at if self._committer else float("-inf")
             wait_s = spoken_at + interval_s - time.monotonic()
             if wait_s <= 0:
-                await self._put_heartbeat(store, key)
+                if not stopped(self._info.trainer_pid):
+                    await self._put_heartbeat(store, key)
                 wait_s = interval_s
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), wait_s)

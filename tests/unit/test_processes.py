@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
 from smdist.workers import processes
-from smdist.workers.processes import alive, start_ticks, watching
+from smdist.workers.processes import alive, start_ticks, stopped, watching
 
 
 def start_sleeper() -> subprocess.Popen[bytes]:
@@ -83,3 +85,20 @@ def test_a_death_before_the_watch_is_told_at_once() -> None:
 
     assert asyncio.run(watch(process.pid, ticks))
     assert asyncio.run(watch(os.getpid(), start_ticks(os.getpid()) + 1)), "the number was reused"
+
+
+def test_a_stopped_process_is_told_from_one_that_waits() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        try:
+            assert not stopped(process.pid)
+            process.send_signal(signal.SIGSTOP)
+            deadline = time.monotonic() + 60
+            while not stopped(process.pid):
+                assert time.monotonic() < deadline
+            assert alive(process.pid)
+            process.send_signal(signal.SIGCONT)
+            while stopped(process.pid):
+                assert time.monotonic() < deadline
+        finally:
+            process.kill()
+    assert not stopped(process.pid)

@@ -53,7 +53,6 @@ from smdist.storage import LocalStore, MemoryStore, open_store, sync
 from smdist.storage.base import Buffer, Store
 from smdist.trials.catalogue import Catalogue
 from smdist.trials.trial import Trial
-from tests.servers.s3 import KEY, SECRET, start_moto, start_rclone
 
 MB = 1 << 20
 TRAIN = ModeKeys.TRAIN.value
@@ -344,6 +343,9 @@ def stores(kind: str) -> Iterator[tuple[Store, Store]]:
         elif kind == "directory":
             yield LocalStore(Path(folder)), LocalStore(Path(folder))
         else:
+            from tests.servers.s3 import KEY, SECRET, start_moto, start_rclone
+
+            os.environ |= {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
             start = {"rclone": start_rclone, "moto": start_moto}[kind]
             with start(Path(folder)) as server:
                 url = server.url(server.make_bucket("many-ranks"))
@@ -370,7 +372,6 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--store", choices=kinds, default="rclone")
     parser.add_argument("--json", action="store_true", help="rows for another program")
     given = parser.parse_args(arguments)
-    os.environ |= {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
     before = load()
     rows = measure(Size(given.ranks, given.steps, given.tensors, given.batch), given.store)
     if given.json:

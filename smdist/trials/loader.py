@@ -87,6 +87,7 @@ class Loader:
         self._snapshots = snapshots
         self._pinned: Snapshot | None = None
         self._untold = News()
+        self._run_id = ""
         self._concurrency = concurrency
         self._sessions: set[str] = set()
         self._progress: dict[Owner, Progress] = {}
@@ -109,6 +110,7 @@ class Loader:
                 f"{self._store.url} was written in format {run.format}; this smdist reads up to "
                 f"{FORMAT}: install a newer one"
             )
+        self._run_id = run.run_id
         return run
 
     async def poll(self, *, thorough: bool = False) -> News:
@@ -129,7 +131,7 @@ class Loader:
         """Move on to the newest snapshot; whether the ranks are to be asked too."""
         if self._snapshots is None:
             return True
-        newest = await self._snapshots.newest()
+        newest = await self._snapshots.newest(self._run_id)
         news.troubles.update(self._snapshots.troubles)
         if newest is None:
             return True

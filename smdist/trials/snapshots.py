@@ -40,6 +40,7 @@ from smdist.trials.reader import Run
 __all__ = ["Snapshot", "Snapshots"]
 
 _FRESH_INTERVALS, _FRESH_MARGIN_S = 3.0, 1.0
+_UNPACKED = 3  # columns in memory are about that much larger than stored
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,11 @@ class Snapshots:
         self._nbytes = 0
         self._lock = Lock()
 
-    async def newest(self) -> Snapshot | None:
-        """The snapshot that the pointer names; the one before if that cannot be read."""
+    async def newest(self, run_id: str) -> Snapshot | None:
+        """The snapshot that the pointer names; the one before if that cannot be read.
+
+        One of another run is none: its folder was used before.
+        """
         pointer = await self._pointer()
         if pointer is None:
             return self._current
@@ -84,7 +88,7 @@ class Snapshots:
         if current is not None and current.pointer.head == pointer.head:
             self._current = replace(current, pointer=pointer)
         elif current is None or _order(pointer) > _order(current.pointer):
-            self._current = await self._load(pointer) or current
+            self._current = await self._load(pointer, run_id) or current
         return self._current
 
     async def _pointer(self) -> Pointer | None:
@@ -96,9 +100,11 @@ class Snapshots:
             self.troubles[POINTER_KEY] = f"{POINTER_KEY} was passed over: {error}"
             return None
 
-    async def _load(self, pointer: Pointer) -> Snapshot | None:
+    async def _load(self, pointer: Pointer, run_id: str) -> Snapshot | None:
         try:
             head = await load_head(self.store, pointer)
+            if head.run_id != run_id:
+                raise CorruptObject(self.store.url, pointer.head, "read", "it is of another run")
             layouts = await load_layouts(self.store, head, self._packs)
         except (ObjectNotFound, CorruptObject) as error:
             # The manifests say the same.
@@ -134,8 +140,14 @@ class Snapshots:
         return kept if kept is not None else self.run(self._fetch(chunk))
 
     def warm(self, chunks: Iterable[Chunk]) -> None:
-        """Fetch several at once, so that `columns` finds them."""
-        absent = [chunk for chunk in chunks if self._kept(chunk.ref.key) is None]
+        """Fetch several at once, so that `columns` finds them; as many as are kept."""
+        absent, room = [], self.cache_bytes
+        for chunk in chunks:
+            room -= _UNPACKED * chunk.ref.nbytes
+            if room < 0:
+                break
+            if self._kept(chunk.ref.key) is None:
+                absent.append(chunk)
         if absent:
             self.run(together(self._fetch, absent, self.concurrency))
 

@@ -265,8 +265,8 @@ class Trial(Follower):
 
     def disagreements(self) -> list[Disagreement]:
         """Steps to which ranks gave different global numbers; the lowest rank's is used."""
-        steps = self.catalogue.steps.values()
-        return [facts.disagreement for facts in steps if facts.disagreement is not None]
+        steps = sorted(self.catalogue.steps.items())
+        return [facts.disagreement for _, facts in steps if facts.disagreement is not None]
 
     # -- ranks -------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from smdist.coordination import layout_packs, sealed
 from smdist.coordination.commit import Lease, Standing
 from smdist.coordination.snapshot import POINTER_KEY, Pointer
 from smdist.identity import ModeKeys
+from smdist.manifest import RUN_KEY, Run
 from smdist.storage import MemoryStore, sync
 from smdist.storage.base import Store
 from smdist.trials import Trial
@@ -68,7 +69,7 @@ def answers(trial: Trial) -> dict[Any, Any]:
         "troubles": trial.troubles(),
         "collections": sorted(trial.collections()),
         "finished": trial.loaded_all_steps,
-        "disagreements": sorted(trial.disagreements(), key=lambda d: (d.mode, d.mode_step)),
+        "disagreements": trial.disagreements(),
         "attempts": [
             (a.number, a.expected, a.world_size, a.started, a.steps, a.ranks)
             for a in trial.attempts()
@@ -494,3 +495,31 @@ def test_layouts_that_the_head_has_no_room_for_are_in_packs(
         trial.refresh()
         assert trial.tensor_names() == [f"t{step}" for step in range(8)]
         assert trial.tensor("t6").value(6).shape == (7,)
+
+
+def test_the_snapshot_of_a_run_that_was_here_before_is_not_taken_for_this_one() -> None:
+    store = MemoryStore()
+    for writer in job(store, 2, 3):
+        writer.end()
+    SnapshotWriter(store).write(final=True)
+    for key in [key for key in store.objects if not key.startswith("merged/")]:
+        del store.objects[key]
+    RunBuilder(store).rank(0).step(TRAIN, 7, X).end()
+    run = msgspec.json.decode(store.objects[RUN_KEY], type=Run)
+    store.objects[RUN_KEY] = msgspec.json.encode(msgspec.structs.replace(run, run_id="other"))
+    trial = open_trial(store)
+    assert trial.steps() == [7]
+    assert "another run" in trial.troubles()[""][0]
+
+
+def test_more_chunks_than_are_kept_are_fetched_again() -> None:
+    store = CountingStore()
+    for writer in job(store, 2, 8):
+        writer.end()
+    SnapshotWriter(store).write(final=True)
+    trial = open_trial(store)
+    trial._snapshots.cache_bytes = 1
+    store.kinds()
+    for _ in range(2):
+        assert list(trial.tensor("x").values(worker=1)) == list(range(8))
+        assert store.kinds()["merged"] == 4

@@ -17,14 +17,19 @@ import hashlib
 import os
 import socket
 import time
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 import smdist
+from smdist.coordination.follow import Follow
 from smdist.coordination.membership import PATIENCE, Patience
+from smdist.coordination.shards import Shard, ShardedFollow
 from smdist.coordination.watch import Watch
+from smdist.coordination.watcher import FollowWith
 from smdist.errors import ConfigurationError, NoSuchRun
 from smdist.identity import ModeKeys
 from smdist.storage.location import is_remote, open_store
@@ -32,11 +37,20 @@ from smdist.storage.location import is_remote, open_store
 if TYPE_CHECKING:
     from smdist.coordination.watch import Watcher
 
-__all__ = ["NAMESPACE", "Coordinator", "Settings", "Whereabouts", "actor_name", "canonical_url"]
+__all__ = [
+    "NAMESPACE",
+    "Coordinator",
+    "Settings",
+    "ShardActor",
+    "Whereabouts",
+    "actor_name",
+    "canonical_url",
+]
 
 NAMESPACE = "smdist"
 # Grows when methods or what they take change in a way that an older caller cannot know.
 PROTOCOL = 1
+_REQUEST_S = 10.0
 _SETTLE_S = 30.0  # how long a question waits for a run that a new process has not read yet
 
 
@@ -47,12 +61,15 @@ class Settings(msgspec.Struct, frozen=True):
     lagging_after_s: float = PATIENCE.lagging_after_s
     take_over: bool = False
     inbox: bool = True  # uploaders that can reach the actor's node tell it what they have written
+    shards: int = 1  # processes that read for it; one: it reads itself
     lease_s: float = 30.0  # so long after it died with its Ray, another one may write
 
     def __post_init__(self) -> None:
         for name in ("interval_s", "lost_after_s", "lagging_after_s", "lease_s"):
             if not getattr(self, name) > 0:
                 raise ConfigurationError(f"{name} must be greater than 0")
+        if self.shards < 1:
+            raise ConfigurationError("shards must be at least 1")
 
 
 class Whereabouts(msgspec.Struct, frozen=True):
@@ -83,6 +100,16 @@ def actor_name(url: str) -> str:
     return f"coordinator-v{PROTOCOL}-{summed[:12]}"
 
 
+class ShardActor:
+    """A share of the ranks, in a process of its own; owned by the coordinator's."""
+
+    def __init__(self, index: int, of: int, watch: str) -> None:
+        self._shard = Shard(index, of, open_store(watch, deadline_s=_REQUEST_S, concurrency=64))
+
+    async def poll(self, asked: bytes) -> bytes:
+        return await self._shard.poll(asked)
+
+
 class Coordinator:
     """Methods take a run as URL, id or name below the watched place; "" is the only one."""
 
@@ -103,9 +130,21 @@ class Coordinator:
             # Once: whoever has taken over from us in the meantime was told to.
             take_over=chosen.take_over and not context.was_current_actor_reconstructed,
             lease_s=chosen.lease_s,
+            follow=self._share(ray, chosen),
             inbox_host=ray.util.get_node_ip_address() if chosen.inbox else None,
         )
         self._running = asyncio.get_running_loop().create_task(self._run())
+
+    def _share(self, ray: Any, chosen: Settings) -> Callable[[str], FollowWith]:
+        """What reads for the watchers: this process, or others that live and die with it."""
+        if chosen.shards == 1:
+            return lambda _: Follow
+        make = ray.remote(ShardActor).options(
+            num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy="SPREAD"
+        )
+        self._shards = [make.remote(i, chosen.shards, chosen.watch) for i in range(chosen.shards)]
+        calls = [shard.poll.remote for shard in self._shards]
+        return lambda run: partial(ShardedFollow, run=run, calls=calls)
 
     async def _run(self) -> None:
         try:

@@ -67,7 +67,7 @@ class Watch:
     ) -> None:
         """`inbox_host`: how uploaders reach this machine; None: they are not asked to.
 
-        `follow`: by a run's URL, what makes that which reads for its watcher.
+        `follow`: by a run's name below the place, what makes that which reads for its watcher.
         """
         self._follow = follow
         self.url, self._own = url, store is None
@@ -167,7 +167,7 @@ class Watch:
             take_over=self._take_over,
             lease_s=self._lease_s,
             inbox=self._inbox.address if self._inbox is not None and self._receiving else None,
-            follow=self._follow(store.url),
+            follow=self._follow(name),
         )
 
     async def _attend(self, entry: _Entry, name: str, stop: asyncio.Event) -> None:

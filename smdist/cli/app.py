@@ -86,6 +86,9 @@ def start(
     lagging_after_s: Annotated[
         float, typer.Option("--lagging-after", help="A rank so far behind is lagging (s).")
     ] = 30.0,
+    shards: Annotated[
+        int, typer.Option(help="Processes that read the ranks; more for thousands of them.")
+    ] = 1,
     take_over: Annotated[
         bool, typer.Option("--take-over", help="Make another coordinator of these runs stop.")
     ] = False,
@@ -101,7 +104,9 @@ def start(
     from smdist.errors import ConfigurationError
 
     try:
-        settings = Settings(watch, interval_s, lost_after_s, lagging_after_s, take_over)
+        settings = Settings(
+            watch, interval_s, lost_after_s, lagging_after_s, take_over, shards=shards
+        )
     except ConfigurationError as error:
         raise typer.BadParameter(str(error)) from error
     raise typer.Exit(run(address, settings, wheel, follow))

@@ -1,0 +1,304 @@
+"""Following thousands of ranks with several processes: each reads a share, the root merges.
+
+What a request costs a process, not what is in it, limits how many ranks one can follow. So a
+`Shard` follows the ranks whose number is its own modulo how many shards there are, and
+`ShardedFollow`, in the root's process, is to a watcher what `Follow` is: `poll` asks all shards at
+once and takes the facts they found. Folding facts is commutative, associative and idempotent, so
+the view is the same whoever read what, also twice.
+
+A shard does nothing of its own accord and keeps nothing that matters. One call:
+
+    root   poll(Asked)    a number that grows, what uploaders have hinted at
+    shard  Told           the facts that are new since the last call, and how it stands
+
+Asked again under the same number, it tells the same again: the answer was lost. A shard that does
+not know the root (`life`), because one of them was restarted, answers that it is to be told first
+how far each rank was read: `Asked.tracks`. Both are MessagePack; how they travel is not seen here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Optional
+
+import msgspec
+
+from smdist.coordination.follow import Follow, Found, Rhythm, Track
+from smdist.coordination.merge import Fact
+from smdist.layout import Layout
+from smdist.manifest import Heartbeat, RankManifest, Session
+from smdist.storage.base import Store
+from smdist.storage.below import Below
+
+__all__ = ["Asked", "Call", "Shard", "ShardedFollow", "Told"]
+
+Call = Callable[[bytes], Awaitable[bytes]]
+"""Hand an encoded `Asked` to one shard, and give what it answers."""
+
+_PATIENCE_S = 15.0  # with a shard, in one turn of the root: its lease has to be renewed
+
+
+class Bearing(msgspec.Struct, frozen=True, array_like=True):
+    """How far a rank was read, of a Track what another process can go on from."""
+
+    attempt: int
+    rank: int
+    seq: int
+    final: bool
+    written_at: float
+    beaten_at: float
+    seen_at: float
+
+
+class Asked(msgspec.Struct, frozen=True, array_like=True):
+    run: str  # its name below the watched place
+    life: str  # of the root's follower
+    number: int
+    hints: tuple[tuple[str, int, int], ...] = ()
+    wanted: tuple[str, ...] = ()  # layouts
+    rhythm: tuple[float, ...] = ()
+    tracks: Optional[tuple[Bearing, ...]] = None  # noqa: UP045 (3.10)
+
+
+class Told(msgspec.Struct, frozen=True, array_like=True):
+    """`stranger`: it does not know this life, and has looked at nothing."""
+
+    number: int
+    stranger: bool = False
+    sessions: tuple[Session, ...] = ()
+    manifests: tuple[RankManifest, ...] = ()
+    beats: tuple[Heartbeat, ...] = ()
+    layouts: dict[str, Layout] = {}
+    troubles: dict[str, str] = {}
+    settled: bool = False
+    failing: bool = False
+    next_due: float = 0.0
+
+
+_ASKED = msgspec.msgpack.Decoder(Asked)
+_TOLD = msgspec.msgpack.Decoder(Told)
+
+
+# -- a share -------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Share:
+    """One run, for one life of its root."""
+
+    life: str
+    follow: Follow
+    facts: list[Fact] = field(default_factory=list)
+    known: set[str] = field(default_factory=set)  # layouts that were told
+    number: int = -1
+    answer: bytes = b""
+
+
+class Shard:
+    """The ranks `index`, `index + of`, ... of any run in a store, which stays its owner's."""
+
+    def __init__(
+        self, index: int, of: int, store: Store, now: Callable[[], float] = time.time
+    ) -> None:
+        self._share, self._store, self._now = (index, of), store, now
+        self._shares: dict[str, _Share] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    async def poll(self, data: bytes) -> bytes:
+        asked = _ASKED.decode(data)
+        async with self._locks.setdefault(asked.run, asyncio.Lock()):
+            if asked.tracks is not None:
+                self._shares[asked.run] = self._begin(asked, asked.tracks)
+            share = self._shares.get(asked.run)
+            if share is None or share.life != asked.life:
+                return msgspec.msgpack.encode(Told(asked.number, stranger=True))
+            if share.number != asked.number:
+                share.answer = await self._look(share, asked)
+                share.number = asked.number
+            return share.answer
+
+    def _begin(self, asked: Asked, tracks: Iterable[Bearing]) -> _Share:
+        store = Below(self._store, asked.run) if asked.run else self._store
+        facts: list[Fact] = []
+        follow = Follow(store, facts.append, self._now, Rhythm(*asked.rhythm), share=self._share)
+        now = self._now()
+        for at in tracks:
+            follow.tracks[at.attempt, at.rank] = Track(
+                at.attempt,
+                at.rank,
+                at.seq,
+                at.final,
+                written_at=at.written_at,
+                heard_at=now,
+                beaten_at=at.beaten_at,
+                seen_at=at.seen_at,
+            )
+        return _Share(asked.life, follow, facts)
+
+    async def _look(self, share: _Share, asked: Asked) -> bytes:
+        follow, facts = share.follow, share.facts
+        follow.want(asked.wanted)
+        for hint in asked.hints:
+            follow.hint(*hint)
+        await follow.poll()
+        layouts = {key: one for key, one in follow.layouts.items() if key not in share.known}
+        told = Told(
+            asked.number,
+            False,
+            tuple(fact for fact in facts if isinstance(fact, Session)),
+            tuple(fact for fact in facts if isinstance(fact, RankManifest)),
+            tuple(fact for fact in facts if isinstance(fact, Heartbeat)),
+            layouts,
+            dict(follow.troubles),
+            follow.settled,
+            follow.failing,
+            follow.next_due(),
+        )
+        answer = msgspec.msgpack.encode(told)
+        share.known.update(layouts)
+        facts.clear()
+        return answer
+
+
+# -- the root ------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Seat:
+    """What the root knows of a shard."""
+
+    call: Call
+    number: int = 0
+    hints: list[tuple[str, int, int]] = field(default_factory=list)
+    told: Told = field(default_factory=lambda: Told(-1))
+    trouble: str = ""
+
+
+class ShardedFollow(Follow):
+    """A Follow whose `poll` has others ask. Its own tracks mirror theirs, for who is restarted.
+
+    `discover` is still its own: it is used for a run that has ended, which is not followed.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        take: Callable[[Fact], None],
+        now: Callable[[], float],
+        rhythm: Rhythm,
+        *,
+        run: str,
+        calls: Sequence[Call],
+        patience_s: float = _PATIENCE_S,
+    ) -> None:
+        super().__init__(store, take, now, rhythm)
+        self._asking, self._patience_s = run, patience_s
+        self._life = uuid.uuid4().hex
+        self._seats = [_Seat(call) for call in calls]
+
+    @property
+    def settled(self) -> bool:
+        return bool(self.tracks) and all(seat.told.settled for seat in self._seats)
+
+    @property
+    def failing(self) -> bool:
+        return any(seat.told.failing or seat.trouble for seat in self._seats)
+
+    def next_due(self) -> float:
+        return min(seat.told.next_due for seat in self._seats)
+
+    def hint(self, worker: str, attempt: int, seq: int) -> None:
+        number = worker.rpartition("_")[2]
+        if number.isdecimal():
+            self.hints += 1
+            seat = self._seats[int(number) % len(self._seats)]
+            seat.hints.append((worker, attempt, seq))
+            seat.told = msgspec.structs.replace(seat.told, next_due=0.0)
+
+    async def poll(self) -> Found:
+        found = Found()
+        answers = await asyncio.gather(*(self._ask(seat) for seat in self._seats))
+        for seat, told in zip(self._seats, answers, strict=True):
+            if told is not None:
+                seat.told = told
+                self._fold(told, found)
+        self.troubles = {
+            key: text for seat in self._seats for key, text in seat.told.troubles.items()
+        }
+        for index, seat in enumerate(self._seats):
+            if seat.trouble:
+                self.troubles[f"shard {index}"] = seat.trouble
+        return found
+
+    async def _ask(self, seat: _Seat) -> Told | None:
+        """None when nothing came of it: the same number is asked for again the next time."""
+        hints = tuple(seat.hints)
+        # Of the layouts that a snapshot names and nobody has read, the first seat takes care.
+        wanted = tuple(self._wanted) if seat is self._seats[0] else ()
+        asked = Asked(self._asking, self._life, seat.number + 1, hints, wanted)
+        try:
+            told = await self._call(seat, asked)
+            if told.stranger:
+                rhythm = tuple(
+                    float(getattr(self.rhythm, name)) for name in Rhythm.__dataclass_fields__
+                )
+                known = msgspec.structs.replace(
+                    asked, rhythm=rhythm, tracks=self._bearings(self._seats.index(seat))
+                )
+                told = await self._call(seat, known)
+        except Exception as error:  # noqa: BLE001 - whatever happened to it, others go on
+            seat.trouble = f"shard {self._seats.index(seat)} does not answer: {error!r}"
+            return None
+        seat.trouble = ""
+        seat.number = asked.number
+        del seat.hints[: len(hints)]
+        return told
+
+    async def _call(self, seat: _Seat, asked: Asked) -> Told:
+        answer = asyncio.wait_for(seat.call(msgspec.msgpack.encode(asked)), self._patience_s)
+        return _TOLD.decode(await answer)
+
+    def _bearings(self, index: int) -> tuple[Bearing, ...]:
+        return tuple(
+            Bearing(
+                track.attempt,
+                track.rank,
+                track.seq,
+                track.final,
+                track.written_at,
+                track.beaten_at,
+                track.seen_at,
+            )
+            for track in self.tracks.values()
+            if track.rank % len(self._seats) == index
+        )
+
+    def _fold(self, told: Told, found: Found) -> None:
+        now = self.now()
+        for session in told.sessions:
+            self.take(session)
+            owner = (session.attempt, session.rank)
+            self.tracks.setdefault(owner, Track(*owner, heard_at=now, seen_at=session.started))
+        for manifest in told.manifests:
+            self.take(manifest)
+            owner = (manifest.attempt, manifest.rank)
+            self.tracks.setdefault(owner, Track(*owner)).took(manifest, now)
+        for beat in told.beats:
+            self.take(beat)
+            track = self.tracks.setdefault(
+                (beat.attempt, beat.rank), Track(beat.attempt, beat.rank)
+            )
+            track.beaten_at = max(track.beaten_at, beat.time)
+            track.seen_at = max(track.seen_at, beat.time)
+        fresh = {key: one for key, one in told.layouts.items() if key not in self.layouts}
+        self.layouts.update(fresh)
+        for digest in fresh:
+            self._wanted.pop(digest, None)
+        found.sessions += len(told.sessions)
+        found.manifests += len(told.manifests)
+        found.beats += len(told.beats)
+        found.layouts += len(fresh)

@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -93,11 +94,12 @@ class Job(threading.Thread):
         assert merged.canonical() == from_scratch(self.store).canonical()
 
 
-def coordinator_pids(nodes: Sequence[Node]) -> list[int]:
+def actors(kind: str, nodes: Sequence[Node]) -> list[int]:
+    """Their processes; Ray names one by what it runs at the moment."""
     found = []
     for pid in (pid for node in nodes for pid in node.processes()):
         with contextlib.suppress(OSError):
-            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::Coordinator"):
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(f"ray::{kind}".encode()):
                 found.append(pid)
     return found
 
@@ -115,8 +117,8 @@ def cluster() -> Iterator[Cluster]:
         yield one
 
 
-def start(driver: Driver, place: Path) -> dict[str, object]:
-    chosen = {"interval_s": 0.1, "lost_after_s": 600.0, "lease_s": 3.0}
+def start(driver: Driver, place: Path, shards: int = 1) -> dict[str, object]:
+    chosen = {"interval_s": 0.1, "lost_after_s": 600.0, "lease_s": 3.0, "shards": shards}
     began: dict[str, object] = driver("start", settings={"watch": str(place), **chosen})
     return began
 
@@ -141,11 +143,31 @@ def test_process_killed(cluster: Cluster, tmp_path: Path, round_: int) -> None:
     kills = 0
     for _ in range(draw.randint(1, 3)):
         time.sleep(draw.uniform(0.0, 1.2))
-        kills += kill(until(lambda: coordinator_pids([cluster.head]), "there is one to kill"))
+        kills += kill(until(lambda: actors("Coordinator", [cluster.head]), "there is one to kill"))
     judge(jobs)
     assert kills
     with Driver(cluster.address, tmp_path / "driver.log") as driver:
         driver("ask", watch=str(place), method="stop")
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_shards_killed(cluster: Cluster, tmp_path: Path, seed: int) -> None:
+    """And in between the process that they read for, with which all of them end."""
+    draw, place = random.Random(seed), tmp_path / "jobs"
+    with Driver(cluster.address, tmp_path / "driver.log") as driver:
+        start(driver, place, shards=3)
+        jobs = [Job(place / f"run-{i}", 3000 * (seed + 1) + i) for i in range(2)]
+        for job in jobs:
+            job.start()
+        for kind in ("ShardActor", "Coordinator", "ShardActor"):
+            time.sleep(draw.uniform(0.0, 0.8))
+            found = until(partial(actors, kind, [cluster.head]), f"there is a {kind}")
+            kill([draw.choice(found)])
+        judge(jobs)
+        runs = driver("ask", watch=str(place), method="runs")
+        assert {one["state"] for one in runs.values()} == {"finished"}
+        driver("ask", watch=str(place), method="stop")
+        until(lambda: not actors("ShardActor", [cluster.head]), "the shards are gone too")
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -141,12 +141,31 @@ class Planner:
         return self._active
 
     def idle(self) -> tuple[str, ...]:
-        """Collections asked for that this framework gives no tensors; worth a message."""
+        """Collections asked for that this framework gives no tensors; worth a message.
+
+        Not those that were switched off.
+        """
+        due = {
+            name
+            for mode in ModeKeys
+            for name, schedule in self._in_mode(mode)
+            if schedule.next_due(0) != NEVER
+        }
         collections = self._manager.get_collections()
         return tuple(
             name
             for name in self._config.active_collections
-            if name not in collections or collections[name].selects_nothing
+            if name not in collections or (name in due and collections[name].selects_nothing)
+        )
+
+    def unsaved(self) -> tuple[str, ...]:
+        """Collections of the script's own that select tensors, and save none; worth a message."""
+        return tuple(
+            name
+            for name, collection in self._manager.get_collections().items()
+            if name not in self.active()
+            and name not in _KNOWN_NAMES
+            and not collection.selects_nothing
         )
 
     def _in_mode(self, mode: ModeKeys) -> tuple[tuple[str, Schedule], ...]:

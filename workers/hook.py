@@ -124,11 +124,25 @@ class BaseHook(HookParts[T]):
             return sink
         if not started:
             self._mishaps.note_with(sink.trouble)
+            self._tell_what_saves_nothing()
         self._described = True
         infos = tuple(CollectionInfo(**facts) for facts in self._planner.description())
         described = Collections(self.worker, infos)
         sink.describe(collections_key(self.worker), msgspec.json.encode(described))
         return sink
+
+    def _tell_what_saves_nothing(self) -> None:
+        for name in self._planner.idle():
+            self._log.warning(
+                "collection %r is to be saved, but %s has no tensors for it; save_tensor() can put "
+                "some there, include() can say which are meant",
+                name,
+                self._config.framework.name,
+            )
+        for name in self._planner.unsaved():
+            self._log.warning(
+                "collection %r is not in include_collections: nothing is saved because of it", name
+            )
 
     def _changed(self) -> None:
         self._described = False

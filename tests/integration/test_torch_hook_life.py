@@ -382,6 +382,22 @@ def test_tensorboard_is_not_promised_silently(
     assert "export_tensorboard" in caplog.text
 
 
+def test_collections_that_save_nothing_are_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = Net()
+    with hooked(tmp_path / "run", include_collections=["weights", "layers"]) as hook:
+        hook.get_collection("mine").include("relu")
+        hook.register_module(net)
+        train(net, 2)
+        hook.get_collection("weights").include("fc1_output")
+        train(net, 1)
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("'layers' is to be saved, but pytorch has no tensors" in text for text in said) == 1
+    assert sum("'mine' is not in include_collections" in text for text in said) == 1
+    assert read(tmp_path / "run").troubles() == {}
+
+
 def test_what_people_ask_a_hook(tmp_path: Path) -> None:
     net = Net()
     with hooked(tmp_path / "run", include_collections=["weights"]) as hook:

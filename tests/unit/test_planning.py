@@ -162,9 +162,24 @@ def test_the_remedy_for_a_collection_that_selects_nothing_fits() -> None:
 
 
 def test_collections_of_other_frameworks_are_idle_not_wrong() -> None:
-    planner, _ = plan_for(include_collections=["metrics", "weights"])
+    planner, manager = plan_for(include_collections=["metrics", "layers", "weights"])
     planner.prepare()
-    assert planner.idle() == ("metrics",)
+    assert planner.idle() == ("metrics", "layers")
+    metrics = manager.get("metrics").save_config
+    assert metrics is not None
+    metrics.end_step = 0
+    assert planner.idle() == ("layers",)
+
+
+def test_collections_that_select_and_are_not_saved_are_known() -> None:
+    planner, manager = plan_for(include_collections=["mine"])
+    for name in ("mine", "other"):
+        manager.get(name).include("relu")
+    manager.get_manual("by_hand")
+    assert planner.unsaved() == ("other",)
+    everything, manager = plan_for(save_all=True)
+    manager.get("other").include("relu")
+    assert everything.unsaved() == ()
 
 
 def test_requests_for_modules_are_enough() -> None:

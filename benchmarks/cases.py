@@ -8,8 +8,6 @@ __all__ = ["CASES", "Case", "chosen"]
 
 ALL = ("none", "smdist", "smdebug", "dcp", "tensorboard", "torch_save", "safetensors", "memcpy")
 FEW = ("none", "smdist", "smdebug", "memcpy")
-# Histograms take a second per step: a few show that as well as many.
-SLOW = {"tensorboard": 3}
 
 
 @dataclass(frozen=True)
@@ -27,12 +25,14 @@ class Case:
     warm_up: int = 8
     bar: float | None = None  # of smdist's ratio
     at_most: dict[str, float] = field(default_factory=dict)  # smdist's added time over a peer's
+    # Histograms take a second per step: a few show that as well as many.
+    slow: dict[str, int] = field(default_factory=lambda: {"tensorboard": 3})
     quick: bool = False
     figure: bool = False  # in the picture
     not_due: bool = False
 
     def of(self, peer: str) -> Case:
-        return self.shorter(SLOW[peer]) if peer in SLOW else self
+        return self.shorter(self.slow[peer]) if peer in self.slow else self
 
     def shorter(self, steps: int) -> Case:
         """Fewer steps, but never less than one that is due."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-__all__ = ["ROOT", "Failed", "Worker", "own_output", "serve"]
+__all__ = ["ROOT", "Answer", "Failed", "Worker", "own_output", "serve"]
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE_S = 900.0

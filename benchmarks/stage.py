@@ -6,7 +6,7 @@ import contextlib
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +17,8 @@ from benchmarks.teams import Team, child_named
 
 __all__ = ["Place", "left_out", "places", "teams"]
 
+Staged = tuple["Place", Path]
+Before = Callable[[Path, Path], None]
 Teams = tuple[dict[str, Team], dict[str, str]]
 
 
@@ -31,16 +33,23 @@ class Place(NamedTuple):
 
 
 @contextlib.contextmanager
-def places(case: Case, out: str | None) -> Iterator[tuple[Place, Path]]:
-    """Where runs go, and where logs do."""
+def places(where: str, out: str | None, before: Before | None = None) -> Iterator[Staged]:
+    """Where runs go ("local" or "s3"), and where logs do.
+
+    `before` is given the folder that holds runs (of S3: a bucket "before"), while no server knows it.
+    """
     with contextlib.ExitStack() as stack:
         top = Path(tempfile.mkdtemp(prefix="smdist-bench-", dir=out))
         stack.callback(shutil.rmtree, top, ignore_errors=True)
         logs = top / "logs"
         logs.mkdir()
-        if case.place == "local":
+        if where == "local":
+            if before is not None:
+                before(top / "runs", logs)
             yield Place(top / "runs", str(top / "runs"), {}, 0), logs
             return
+        if before is not None:
+            before(top / "server" / "data" / "before", logs)
         from tests.servers.s3 import KEY, SECRET, start_rclone
 
         server = stack.enter_context(start_rclone(top / "server"))

@@ -22,13 +22,13 @@ import msgspec
 
 from benchmarks.cases import CASES, Case, chosen
 from benchmarks.peers.base import WANTED
-from benchmarks.pipe import Failed
+from benchmarks.pipe import Answer, Failed
 from benchmarks.stage import Place, left_out, places, teams
 from benchmarks.table import Row
 from benchmarks.teams import Team, cpu_s
 from benchmarks.timing import median, p99
 
-__all__ = ["Visit", "measure"]
+__all__ = ["LABELS", "Visit", "measure", "over", "play", "rows_of"]
 
 MB = 1e6
 LABELS = {
@@ -71,6 +71,9 @@ class Visit(NamedTuple):
         return _mean(self.captured_cpu) - _mean(self.plain_cpu)
 
 
+Played = tuple[dict[str, list[Visit]], dict[str, str], Answer]
+
+
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
@@ -105,7 +108,15 @@ def visit(team: Team, case: Case, place: Place, run: str, wanted: str = WANTED) 
 
 
 def measure(case: Case, rounds: int, out: str | None) -> list[Row]:
-    with places(case, out) as (place, logs), teams(case, place, logs) as (found, missing):
+    visits, missing, facts = play(case, rounds, out)
+    due = sum(1 for step in range(case.warm_up + case.steps) if step % case.interval == 0)
+    expected = due * facts["nbytes"] * case.ranks if case.how == "full" else 0
+    return rows_of(case, visits, missing, expected)
+
+
+def play(case: Case, rounds: int, out: str | None) -> Played:
+    """Everybody's visits, who is missing and why, and what is trained."""
+    with places(case.place, out) as (place, logs), teams(case, place, logs) as (found, missing):
         facts = next(iter(found.values())).ask("facts")[0]
         visits: dict[str, list[Visit]] = {peer: [] for peer in found}
         for number in range(rounds):
@@ -117,9 +128,7 @@ def measure(case: Case, rounds: int, out: str | None) -> list[Row]:
                         visits[peer].append(made)
                     except Failed as problem:
                         missing[peer] = left_out(peer, problem)
-    due = sum(1 for step in range(case.warm_up + case.steps) if step % case.interval == 0)
-    expected = due * facts["nbytes"] * case.ranks if case.how == "full" else 0
-    return rows_of(case, visits, missing, expected)
+    return visits, missing, facts
 
 
 def rows_of(
@@ -194,7 +203,7 @@ def not_due(case: Case, rounds: int, out: str | None) -> list[Row]:
     added: list[float] = []
     without: list[float] = []
     ratios = []
-    with places(case, out) as (place, logs), teams(case, place, logs) as (found, _):
+    with places(case.place, out) as (place, logs), teams(case, place, logs) as (found, _):
         team = found["smdist"]
         for number in range(rounds):
             url, folder = place.run(f"run-{number}")
@@ -218,7 +227,7 @@ def not_due(case: Case, rounds: int, out: str | None) -> list[Row]:
 def s3_rate(rounds: int, steps: int, out: str | None) -> list[Row]:
     case = Case("s3_rate", "", place="s3", peers=("smdist",), steps=steps)
     visits: dict[str, list[Visit]] = {wanted: [] for wanted in RATES}
-    with places(case, out) as (place, logs), teams(case, place, logs) as (found, _):
+    with places(case.place, out) as (place, logs), teams(case, place, logs) as (found, _):
         for number in range(rounds):
             for i, wanted in enumerate(RATES):
                 run = f"{i}-{number}"

@@ -193,3 +193,9 @@ def test_a_step_that_was_due_for_one_rank_is_expected_of_all(other: Fact) -> Non
 def test_values_added_later_do_not_make_a_due_step_undue() -> None:
     view = fold([session(0), session(1), manifest(0, entry(3), unplanned(3, 99)), manifest(1)])
     assert missing(view, (1, 3)) == {1: MissingReason.LAGGING}
+
+
+def test_a_step_at_which_nothing_was_due_but_something_was_dropped_is_expected_of_all() -> None:
+    drop = Dropped(1, 3, 3, ("x",), 4, "full")
+    view = fold([session(0), session(1), manifest(0, unplanned(3, 30), dropped=(drop,))])
+    assert set(missing(view, (1, 3))) == {0, 1}

@@ -313,6 +313,33 @@ def test_of_a_dead_coordinator_only_the_rest_is_read_from_the_ranks() -> None:
     assert store.kinds()["manifests"] == 0
 
 
+def test_what_the_ranks_said_is_forgotten_once_a_snapshot_says_it() -> None:
+    store = MemoryStore()
+    writers = job(store, 3, 4)
+    merger = SnapshotWriter(store).write(age_s=1000)
+    for writer in writers:
+        writer.step(TRAIN, 4, X).flush()
+    trial = open_trial(store)
+    assert any(known.steps for _, _, known in trial.catalogue.view.ranks())
+    merger.write()
+    trial.refresh()
+    assert trial.steps() == [0, 1, 2, 3, 4]
+    assert not any(known.steps for _, _, known in trial.catalogue.view.ranks())
+
+
+def test_a_layout_that_the_coordinator_could_not_read_is_read_by_its_key() -> None:
+    store = CountingStore()
+    for writer in job(store, 2, 2):
+        writer.end()
+    merger = SnapshotWriter(store)
+    sync.run(merger._loader.poll()).layouts.clear()
+    merger.write(final=True)
+    store.kinds()
+    trial = open_trial(store)
+    assert store.kinds()["layouts"] == 1
+    assert trial.tensor("x").steps() == [0, 1]
+
+
 def test_a_pinned_snapshot_stays_as_it_is_when_late_commits_rewrite_its_chunks() -> None:
     store = MemoryStore()
     run = RunBuilder(store)

@@ -70,6 +70,7 @@ class RankRow(msgspec.Struct, frozen=True, array_like=True):
     troubles: tuple[tuple[int, int, str], ...]
     seen: Spans
     loose: tuple[StepEntry, ...]
+    first: Optional[tuple[int, float]] = None  # noqa: UP045
 
 
 class AttemptRow(msgspec.Struct, frozen=True):
@@ -135,6 +136,7 @@ def rank_row(rank: int, known: RankView, texts: Texts) -> RankRow:
         tuple(sorted(known.troubles)),
         known.seen,
         tuple(entry for _, blocks in sorted(known.steps.items()) for entry in blocks),
+        known.first,
     )
 
 
@@ -150,6 +152,7 @@ def rank_view(row: RankRow, texts: Sequence[tuple[str, ...]]) -> RankView:
         {},
         frozenset(row.troubles),
         row.seen,
+        row.first,
     )
     for entry in row.loose:
         key = (entry.mode, entry.mode_step)

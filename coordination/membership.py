@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from smdist.coordination.sealed import NOTHING
 from smdist.coordination.spans import members, spans_of
@@ -83,7 +83,8 @@ PATIENCE = Patience()
 class RankReport:
     """A rank as of `now`. `pending`: it may still write. `step`: last global step it closed, or -1.
 
-    `behind_s` and `behind_steps`: than the rank of its attempt that is furthest.
+    `behind_steps`: than the rank of its attempt that is furthest. `behind_s`: how long that one takes
+    for so many steps, on the average, or since when it went on alone, whichever is longer.
     """
 
     rank: int
@@ -149,10 +150,41 @@ def _last_seen(known: RankView) -> float:
     return max(signs)
 
 
+class _Front(NamedTuple):
+    """The rank that is furthest: its first and last global step, and when it closed the last."""
+
+    first: int = 0
+    step: int = -1
+    closed_at: float = 0.0
+    pace_s: float = 0.0  # of a step, on the average
+
+
+def _front(known: Iterable[RankView]) -> _Front:
+    found = _Front()
+    for rank in known:
+        step = rank.passed.get(_GLOBAL, -1)
+        if rank.first is not None and (step, -rank.closed_at) > (found.step, -found.closed_at):
+            first, at = rank.first
+            pace_s = max(0.0, rank.closed_at - at) / max(1, step - first)
+            found = _Front(first, step, rank.closed_at, pace_s)
+    return found
+
+
+def _behind(known: RankView, front: _Front) -> tuple[int, float]:
+    """Steps and seconds. A rank that is at work is never long behind its last step: it counts how
+    long the front took from there."""
+    step = known.passed[_GLOBAL] if known.first is not None else front.first - 1
+    if step >= front.step:
+        return 0, 0.0
+    own = known.closed_at or (known.session.started if known.session else front.closed_at)
+    steps = front.step - step
+    return steps, max(steps * front.pace_s, front.closed_at - own)
+
+
 def _report(
     rank: int,
     known: RankView | None,
-    front: tuple[float, int],
+    front: _Front,
     grace: bool,
     now: float,
     patience: Patience,
@@ -161,8 +193,7 @@ def _report(
         return RankReport(rank, RankStatus.NEVER_STARTED, pending=grace)
     head, seen = known.head, _last_seen(known)
     step = known.passed.get(_GLOBAL, -1)
-    own = known.closed_at or (known.session.started if known.session else seen)
-    behind = max(0.0, front[0] - own)
+    behind_steps, behind_s = _behind(known, front)
     reason = head.reason if head is not None else ""
     status = RankStatus.ACTIVE
     if head is not None and head.state == "ended":
@@ -171,11 +202,10 @@ def _report(
         status = RankStatus.LOST
     elif now - seen > patience.lost_after_s:
         status, reason = RankStatus.LOST, f"nothing heard of it for {now - seen:.0f} s"
-    elif behind > patience.lagging_after_s:
+    elif behind_s > patience.lagging_after_s:
         status = RankStatus.LAGGING
     pending = status in (RankStatus.ACTIVE, RankStatus.LAGGING)
-    behind_steps = max(0, front[1] - step)
-    return RankReport(rank, status, pending, step, seen, behind, reason, behind_steps)
+    return RankReport(rank, status, pending, step, seen, behind_s, reason, behind_steps)
 
 
 def rank_reports(
@@ -183,10 +213,7 @@ def rank_reports(
 ) -> dict[int, RankReport]:
     """Every expected or known rank of `attempt`, in numeric order."""
     known = view.attempts.get(attempt, {})
-    front = (
-        max((rank.closed_at for rank in known.values()), default=0.0),
-        max((rank.passed.get(_GLOBAL, -1) for rank in known.values()), default=-1),
-    )
+    front = _front(known.values())
     # A rank without any sign may be slow to start, but not after its peers have run for a while,
     # and not once a newer attempt has begun.
     begun = max(

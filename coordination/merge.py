@@ -90,13 +90,18 @@ def _greater_heartbeat(a: Heartbeat | None, b: Heartbeat | None) -> Heartbeat | 
     return max(a, b, key=lambda beat: (beat.time, _bytes(beat)))
 
 
+def _least(a: tuple[int, float] | None, b: tuple[int, float] | None) -> tuple[int, float] | None:
+    return min(a, b) if a is not None and b is not None else a or b
+
+
 @dataclass(slots=True)
 class RankView:
     """All that is known of one rank in one attempt, but for its sealed steps.
 
     `passed` holds, for each mode, the greatest mode step that the rank has closed, and under
     GLOBAL the greatest global step. `drops` and `troubles` are keyed by manifest and place in it,
-    so a repeated manifest repeats nothing. `seen` are the numbers of its manifests that were folded.
+    so a repeated manifest repeats nothing. `seen` are the numbers of its manifests that were folded,
+    `first` is the least global step that it has closed, and when.
     """
 
     session: Session | None = None
@@ -109,6 +114,7 @@ class RankView:
     drops: dict[StepKey, frozenset[tuple[int, int, Dropped]]] = field(default_factory=dict)
     troubles: frozenset[tuple[int, int, str]] = frozenset()
     seen: Spans = ()
+    first: tuple[int, float] | None = None
 
     def copy(self) -> RankView:
         return RankView(
@@ -122,6 +128,7 @@ class RankView:
             dict(self.drops),
             self.troubles,
             self.seen,
+            self.first,
         )
 
     def without_steps(self) -> RankView:
@@ -138,6 +145,7 @@ class RankView:
             passed[entry.mode] = max(passed.get(entry.mode, -1), step_number(entry))
             passed[_GLOBAL] = max(passed.get(_GLOBAL, -1), entry.step)
             self.closed_at = max(self.closed_at, entry.time)
+            self.first = _least(self.first, (entry.step, entry.time))
 
     def _add_manifest(self, manifest: RankManifest) -> None:
         seq = manifest.seq
@@ -167,6 +175,7 @@ class RankView:
         for mode, number in other.passed.items():
             self.passed[mode] = max(self.passed.get(mode, -1), number)
         self.closed_at = max(self.closed_at, other.closed_at)
+        self.first = _least(self.first, other.first)
         for key, drops in other.drops.items():
             self.drops[key] = self.drops.get(key, frozenset()) | drops
         self.troubles |= other.troubles
@@ -183,6 +192,7 @@ class RankView:
             [(key, sorted(map(_bytes, drops))) for key, drops in sorted(self.drops.items())],
             sorted(self.troubles),
             self.seen,
+            self.first,
         )
 
 

@@ -142,6 +142,24 @@ def test_lagging_says_how_far(bench: Bench) -> None:
     assert bench.watcher.step(8).standing == "pending"
 
 
+def test_a_rank_that_is_slow_all_the_time_is_lagging(bench: Bench) -> None:
+    """Its last step is always young; what counts is how far the others are."""
+    bench.start(2)
+    for step in range(40):
+        bench.save(step, 0)
+        if step % 2:
+            bench.save(step // 2, 1)
+        bench.turn(4.0)
+    line = bench.line(1)
+    assert (line.status, line.step, line.behind_steps) == ("lagging", 19, 20)
+    assert line.behind_s == pytest.approx(80.0)
+    assert (bench.line(0).behind_steps, bench.line(0).behind_s) == (0, 0.0)
+    for step in range(20, 40):
+        bench.save(step, 1)
+    bench.turns(10)
+    assert bench.line(1).status == "active"
+
+
 def test_a_stopped_rank_becomes_lost_and_a_late_commit_makes_it_whole(bench: Bench) -> None:
     """SIGSTOP and SIGCONT, as a coordinator sees them."""
     bench.start(2)

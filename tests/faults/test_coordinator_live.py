@@ -1,0 +1,124 @@
+"""A job of four real ranks, one of them slow, then stopped, then killed, as its coordinator sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from smdist.coordination.membership import Patience
+from smdist.coordination.snapshot import POINTER_KEY, Pointer, load_view
+from smdist.coordination.status import RankLine
+from smdist.coordination.watch import Watch, Watcher
+from smdist.storage.local import LocalStore
+from tests.faults.coordinator_driver import from_scratch
+from tests.faults.launcher import Launcher, Started, drained
+
+pytestmark = pytest.mark.ranks
+
+RANKS, STEPS, SLOW, VICTIM = 4, 200, 3, 2
+# Ranks beat every 5 seconds.
+PATIENCE = Patience(lost_after_s=15.0, lagging_after_s=1.5)
+SCRIPT = """
+import time
+from pathlib import Path
+hurry = Path(order.folder).parent / "hurry"
+def pace(step):
+    if not hurry.exists():
+        time.sleep(order.arguments["pause_s"])
+train(order, before_step=pace)
+"""
+
+
+def start(launcher: Launcher, folder: Path) -> list[Started]:
+    return [
+        launcher.start(
+            folder / f"rank-{rank}",
+            SCRIPT,
+            rank=rank,
+            world=RANKS,
+            steps=STEPS,
+            width=16,
+            pause_s=1.0 if rank == SLOW else 0.3,
+            hook={
+                "out_dir": str(folder / "run"),
+                "spool_dir": str(folder / "spool"),
+                "linger_s": 0.1,
+                "include_collections": ["losses"],
+            },
+        )
+        for rank in range(RANKS)
+    ]
+
+
+async def until(condition: Callable[[], object], about: Callable[[], object]) -> None:
+    for _ in range(9000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(about())
+
+
+def test_slow_stopped_and_killed(launcher: Launcher, tmp_path: Path) -> None:
+    async def act() -> None:
+        stop = asyncio.Event()
+        url = str(tmp_path / "run")
+        watch = Watch(url, interval_s=0.2, patience=PATIENCE, inbox_host="127.0.0.1")
+        running = asyncio.create_task(watch.run(stop))
+        ranks = start(launcher, tmp_path)
+        await until(watch.runs, lambda: ranks)
+        await follow(watch.watcher, ranks, lambda: (tmp_path / "hurry").touch())
+        stop.set()
+        await running
+        await watch.close()
+
+    asyncio.run(act())
+    store = LocalStore(tmp_path / "run")
+    pointer = msgspec.json.decode((tmp_path / "run" / POINTER_KEY).read_bytes(), type=Pointer)
+    loaded = asyncio.run(load_view(store, pointer))
+    assert loaded.view.canonical() == from_scratch(store).canonical()
+    drained(tmp_path / "spool")
+
+
+async def follow(
+    watcher: Callable[[], Watcher], ranks: list[Started], hurry: Callable[[], None]
+) -> None:
+    def line(rank: int) -> RankLine:
+        return watcher().status().ranks[rank]
+
+    def about() -> object:
+        return watcher().status(), ranks
+
+    await until(lambda: len(watcher().status().ranks) == RANKS, about)
+    await until(lambda: line(SLOW).status == "lagging", about)
+    assert line(SLOW).behind_steps > 2
+    assert line(SLOW).behind_s > PATIENCE.lagging_after_s
+    assert watcher().latest_complete_step() <= line(SLOW).step
+    seen = watcher().latest_complete_step()
+    await until(lambda: watcher().latest_complete_step() > seen, about)
+    assert watcher().status().hints > 0
+
+    ranks[SLOW].kill(signal.SIGSTOP)
+    stuck = watcher().latest_complete_step()
+    await until(lambda: line(SLOW).status == "lost", about)
+    assert "lost" not in {line(rank).status for rank in range(RANKS) if rank != SLOW}
+    step = line(0).step - 1
+    assert watcher().latest_complete_step() <= stuck + 2
+    await until(lambda: watcher().missing(step) == {SLOW: "lost"}, about)
+    assert watcher().step(step).standing == "partial"
+
+    ranks[VICTIM].kill()
+    await until(lambda: line(VICTIM).status == "lost", about)
+    died = line(VICTIM).step
+
+    ranks[SLOW].kill(signal.SIGCONT)
+    hurry()
+    await until(lambda: watcher().step(step).complete or died < step, about)
+    await until(lambda: watcher().state == "finished", about)
+    assert watcher().latest_complete_step() == died
+    assert watcher().missing(STEPS - 1) == {VICTIM: "lost"}
+    assert watcher().missing(min(step, died)) == {}

@@ -255,10 +255,13 @@ class Committer:
     async def _put_manifest(self, manifest: RankManifest) -> None:
         key = manifest_key(self._worker, manifest.attempt, manifest.seq)
         data = msgspec.json.encode(manifest)
+        # Only in the place of our first can there be one: a predecessor's, or a stranger's. A condition
+        # costs another request on servers that are not AWS.
+        first = manifest.seq == self._start.seq
 
         async def put() -> None:
             try:
-                await self.store.put(key, (data,), if_absent=True)
+                await self.store.put(key, (data,), if_absent=first)
             except ObjectExists as error:
                 # Ours, if the answer to an earlier try was lost.
                 found = await self.store.get(key)

@@ -108,11 +108,11 @@ def test_a_tensor_of_all_ranks_and_steps(
         gets = proxy.count("GET") - listings
         if finished:
             assert listings == 2, "sessions and summaries"
-            assert gets == 1 + RANKS + 1 + 1, "run, summaries, layout, collections"
+            assert gets == 2 + RANKS + 1 + 1, "run, what is merged, summaries, layout, collections"
         else:
             assert listings == 3, "sessions, summaries and all manifests"
-            # Sessions and heartbeats of the ranks, their manifests; run, layout, collections.
-            assert gets == 2 * RANKS + RANKS * STEPS // FLUSH + 3
+            # Sessions and heartbeats of the ranks, their manifests; run, merged, layout, collections.
+            assert gets == 2 * RANKS + RANKS * STEPS // FLUSH + 4
         proxy.clear()
         workers = trial.workers()
         found = trial.values(["b"], range(STEPS), workers)

@@ -57,9 +57,9 @@ pytestmark = [pytest.mark.s3, pytest.mark.usefixtures("aws", "no_leaks")]
 
 T = TypeVar("T")
 MIB = 1 << 20
-PATIENT = S3Options(first_pause_s=0.01)
+PATIENT = S3Options(first_pause_s=0.01, multipart_bytes=16 * MIB, part_bytes=8 * MIB)
 # Notices a silent server soon, and lets a busy machine answer.
-QUICK = S3Options(stall_s=2.0, connect_timeout_s=1.0, first_pause_s=0.01)
+QUICK = replace(PATIENT, stall_s=2.0, connect_timeout_s=1.0)
 
 
 @pytest.fixture(params=["rclone", "moto"])

@@ -84,12 +84,12 @@ def test_uploads_that_killed_writers_left_are_swept(
 def test_an_uploader_killed_within_a_multipart_upload(
     rclone: Server, bucket: str, proxy: FaultProxy, tmp_path: Path
 ) -> None:
-    upload = msgspec.structs.replace(QUICK, segment_bytes=24 * MIB)
+    upload = msgspec.structs.replace(QUICK, segment_bytes=80 * MIB)
     job = Job(
         root=str(tmp_path / "spools"),
         out_dir=proxy.url(bucket),
         steps=5,
-        elements=5 * MIB,  # 20 MiB: three parts
+        elements=17 * MIB,  # 68 MiB: five parts
         slots=2,
         upload=upload,
     )

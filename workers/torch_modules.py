@@ -156,11 +156,13 @@ class Modules:
 
         That a module did not run proves nothing by itself; scripts use modules as they like.
         """
-        ran, in_graph = {name for name, _ in self._counts}, self._in_graph
+        in_graph, self._in_graph = self._in_graph, None
+        ran = {name for name, _ in self._counts} if in_graph else set()
         self._counts.clear()
-        self._in_graph = None
+        if not in_graph:
+            return
         inside = [watch.name for watch in self._armed if self._is_inside(watch)]
-        if not in_graph or not inside or not ran.isdisjoint(inside):
+        if not inside or not ran.isdisjoint(inside):
             return
         self._judged = True
         others = f" and {len(inside) - 1} more" if len(inside) > 1 else ""

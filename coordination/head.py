@@ -11,11 +11,12 @@ from typing import Optional
 
 import msgspec
 
+from smdist.coordination.drop_log import DropRef, DropRow, Texts, drop_row, dropped_of
 from smdist.coordination.merge import Head as RankHead
 from smdist.coordination.merge import RankView, World
 from smdist.coordination.sealed import ChunkRef
 from smdist.coordination.spans import Spans
-from smdist.manifest import FORMAT, Dropped, Heartbeat, Session, StepEntry
+from smdist.manifest import FORMAT, Heartbeat, Session, StepEntry
 
 __all__ = [
     "POINTER_KEY",
@@ -23,7 +24,6 @@ __all__ = [
     "Head",
     "Pointer",
     "RankRow",
-    "Texts",
     "head_key",
     "rank_row",
     "rank_view",
@@ -43,21 +43,8 @@ class Pointer(msgspec.Struct, frozen=True):
     final: bool
 
 
-class DropRow(msgspec.Struct, frozen=True, array_like=True):
-    """A `Dropped`, in which manifest and at which place; `names` and `reason` count in `texts`."""
-
-    seq: int
-    place: int
-    mode: int
-    mode_step: int
-    step: int
-    names: int
-    nbytes: int
-    reason: int
-
-
 class RankRow(msgspec.Struct, frozen=True, array_like=True):
-    """A `RankView`; of its steps only those that are in no chunk."""
+    """A `RankView`; of its steps and drops only those that are in no chunk or batch."""
 
     rank: int
     session: Optional[Session]  # noqa: UP045 (3.10)
@@ -77,6 +64,7 @@ class AttemptRow(msgspec.Struct, frozen=True):
     attempt: int
     ranks: tuple[RankRow, ...]
     chunks: tuple[ChunkRef, ...]
+    drops: tuple[DropRef, ...] = ()
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -100,14 +88,6 @@ def head_key(epoch: int, number: int, writer: str) -> str:
     return f"merged/heads/{epoch:06d}-{number:010d}-{writer}.json"
 
 
-class Texts(dict[tuple[str, ...], int]):
-    """A number for each, in order of the first time that it was asked for."""
-
-    def __missing__(self, text: tuple[str, ...]) -> int:
-        number = self[text] = len(self)
-        return number
-
-
 def rank_row(rank: int, known: RankView, texts: Texts) -> RankRow:
     drops = sorted(
         (drop for drops in known.drops.values() for drop in drops), key=msgspec.msgpack.encode
@@ -120,19 +100,7 @@ def rank_row(rank: int, known: RankView, texts: Texts) -> RankRow:
         tuple(sorted(known.worlds, key=msgspec.msgpack.encode)),
         tuple(sorted(known.passed.items())),
         known.closed_at,
-        tuple(
-            DropRow(
-                seq,
-                place,
-                drop.mode,
-                drop.mode_step,
-                drop.step,
-                texts[drop.names],
-                drop.nbytes,
-                texts[(drop.reason,)],
-            )
-            for seq, place, drop in drops
-        ),
+        tuple(drop_row(drop, texts) for drop in drops),
         tuple(sorted(known.troubles)),
         known.seen,
         tuple(entry for _, blocks in sorted(known.steps.items()) for entry in blocks),
@@ -157,9 +125,7 @@ def rank_view(row: RankRow, texts: Sequence[tuple[str, ...]]) -> RankView:
     for entry in row.loose:
         key = (entry.mode, entry.mode_step)
         known.steps[key] = (*known.steps.get(key, ()), entry)
-    for d in row.drops:
-        names, (reason,) = texts[d.names], texts[d.reason]
-        dropped = Dropped(d.mode, d.mode_step, d.step, names, d.nbytes, reason)
-        key = (d.mode, d.mode_step)
-        known.drops[key] = known.drops.get(key, frozenset()) | {(d.seq, d.place, dropped)}
+    for drop in row.drops:
+        key = (drop.mode, drop.mode_step)
+        known.drops[key] = known.drops.get(key, frozenset()) | {dropped_of(drop, texts)}
     return known

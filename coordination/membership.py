@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
+from smdist.coordination.drop_log import NO_DROPS
 from smdist.coordination.sealed import NOTHING
 from smdist.coordination.spans import members, spans_of
 from smdist.coordination.step_rows import StepRow, row_of
@@ -112,7 +113,8 @@ class StepFacts:
     """A step of an attempt over all ranks, without judgement of time.
 
     `step` is the global number the lowest rank gave it. `ranks` have something of it stored,
-    `absent` are expected ranks that have not closed it or dropped some of it. At a step on which
+    `absent` are expected ranks that have not closed it or dropped some of it, `dropped` those that
+    dropped some. At a step on which
     nothing was due, only those ranks are expected whose script saved something.
     """
 
@@ -123,6 +125,7 @@ class StepFacts:
     absent: tuple[int, ...]
     layouts: frozenset[str]
     disagreement: Disagreement | None = None
+    dropped: tuple[int, ...] = ()
 
     @property
     def complete(self) -> bool:
@@ -241,6 +244,7 @@ def step_attempts(view: View, key: StepKey) -> tuple[int, ...]:
         attempt
         for attempt in sorted(view.attempts, reverse=True)
         if view.sealed.get(attempt, NOTHING).chunk(key) is not None
+        or key in view.drop_logs.get(attempt, NO_DROPS).steps
         or any(key in r.steps or key in r.drops for r in view.attempts[attempt].values())
     )
 
@@ -259,21 +263,36 @@ def all_step_facts(
     """
     judge = _Judge(attempt, tuple(expected))
     known, sealed = view.attempts.get(attempt, {}), view.sealed.get(attempt, NOTHING)
-    asked = (
-        view.keys(attempt).union(*(r.drops for r in known.values())) if keys is None else {*keys}
-    )
+    if keys is None:
+        log = view.drop_logs.get(attempt, NO_DROPS).steps
+        asked = view.keys(attempt).union(log, *(rank.drops for rank in known.values()))
+    else:
+        asked = {*keys}
     # An intersection costs as much as the smaller of the two.
     recent: set[StepKey] = set().union(*(rank.steps.keys() & asked for rank in known.values()))
-    dropped: dict[StepKey, dict[int, int]] = {}
-    for rank in sorted(known):
-        drops = known[rank].drops
-        for key in drops.keys() & asked:
-            dropped.setdefault(key, {})[rank] = min(drop.step for _, _, drop in drops[key])
+    dropped = _dropped(view, attempt, asked)
     found: dict[StepKey, StepFacts] = {}
     for key in asked:
         row = row_of(key[1], view.step(attempt, key)) if key in recent else sealed.row(key)
         if row is not None or key in dropped:
             found[key] = judge(key, row, dropped.get(key, {}))
+    return found
+
+
+def _dropped(view: View, attempt: int, asked: set[StepKey]) -> dict[StepKey, dict[int, int]]:
+    """Of each step the ranks that dropped some of it, with the number that each gave it."""
+    found: dict[StepKey, dict[int, int]] = {}
+    log = view.drop_logs.get(attempt, NO_DROPS).steps
+    for key in log.keys() & asked:
+        of_step = found[key] = {}
+        for number, ranks in log[key]:
+            for rank in members(ranks):
+                of_step[rank] = min(of_step.get(rank, number), number)
+    for rank, known in view.attempts.get(attempt, {}).items():
+        for key in known.drops.keys() & asked:
+            number = min(drop.step for _, _, drop in known.drops[key])
+            of_step = found.setdefault(key, {})
+            of_step[rank] = min(of_step.get(rank, number), number)
     return found
 
 
@@ -296,6 +315,7 @@ class _Judge:
             self._absent(row, ranks, drops),
             frozenset(row.layouts) if row is not None else frozenset(),
             None if len(numbers) == 1 else _disagreement(self._attempt, key, numbers),
+            tuple(sorted(drops)),
         )
 
     def _absent(
@@ -336,19 +356,21 @@ def missing_ranks(
     view: View, facts: StepFacts, reports: Mapping[int, RankReport]
 ) -> dict[int, MissingReason]:
     """Why each absent rank is; empty exactly when the step is COMPLETE."""
-    known, here = view.attempts.get(facts.attempt, {}), frozenset(facts.ranks)
+    known = view.attempts.get(facts.attempt, {})
+    here, dropped = frozenset(facts.ranks), frozenset(facts.dropped)
     return {
-        rank: _reason(known.get(rank), facts, reports[rank], rank in here) for rank in facts.absent
+        rank: _reason(known.get(rank), facts, reports[rank], rank in here, rank in dropped)
+        for rank in facts.absent
     }
 
 
 def _reason(
-    known: RankView | None, facts: StepFacts, report: RankReport, within: bool
+    known: RankView | None, facts: StepFacts, report: RankReport, within: bool, dropped: bool
 ) -> MissingReason:
-    key, (mode, mode_step) = facts.key, facts.key
+    mode, mode_step = facts.key
     if known is None or report.status is RankStatus.NEVER_STARTED:
         return MissingReason.NEVER_STARTED
-    if key in known.drops:
+    if dropped:
         return MissingReason.DROPPED
     if known.passed.get(mode, -1) > (facts.step if mode == _GLOBAL else mode_step):
         return MissingReason.SKIPPED

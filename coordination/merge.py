@@ -9,8 +9,8 @@ Facts of one key never differ in a healthy run. When they do (an object was repl
 reads), the greater one wins in an order that only looks at the facts, which keeps the laws.
 
 Steps lie in two places: `RankView.steps` holds those that were folded of late, `View.sealed` older
-ones in columns (`smdist.coordination.sealed`), and a step may have blocks in both. So ask the view:
-`blocks`, `step`, `keys`.
+ones in columns (`smdist.coordination.sealed`), and a step may have blocks in both. So do drops, in
+`RankView.drops` and `View.drop_logs`. So ask the view: `blocks`, `step`, `keys`, `drops`.
 
 `merge` copies what it changes and shares the rest. `add` folds into a view that the caller made and
 has not merged or handed out yet, at a cost that depends on the new fact alone.
@@ -24,13 +24,14 @@ from typing import TYPE_CHECKING, Union
 import msgspec
 
 from smdist.coordination.blocks import Blocks, StepKey, join_blocks, step_number, with_entry
+from smdist.coordination.drop_log import NO_DROPS, Drop, DropLog
 from smdist.coordination.sealed import NOTHING, Sealed
 from smdist.coordination.spans import Spans, joined, with_member
 from smdist.identity import ModeKeys
-from smdist.manifest import Dropped, Heartbeat, RankManifest, RankState, Session, StepEntry
+from smdist.manifest import Heartbeat, RankManifest, RankState, Session, StepEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
 __all__ = ["Fact", "Head", "RankView", "StepKey", "View", "World", "add", "fold", "merge"]
 
@@ -96,7 +97,7 @@ def _least(a: tuple[int, float] | None, b: tuple[int, float] | None) -> tuple[in
 
 @dataclass(slots=True)
 class RankView:
-    """All that is known of one rank in one attempt, but for its sealed steps.
+    """All that is known of one rank in one attempt, but for its sealed steps and drops.
 
     `passed` holds, for each mode, the greatest mode step that the rank has closed, and under
     GLOBAL the greatest global step. `drops` and `troubles` are keyed by manifest and place in it,
@@ -111,7 +112,7 @@ class RankView:
     steps: dict[StepKey, Blocks] = field(default_factory=dict)
     passed: dict[int, int] = field(default_factory=dict)
     closed_at: float = 0.0
-    drops: dict[StepKey, frozenset[tuple[int, int, Dropped]]] = field(default_factory=dict)
+    drops: dict[StepKey, frozenset[Drop]] = field(default_factory=dict)
     troubles: frozenset[tuple[int, int, str]] = frozenset()
     seen: Spans = ()
     first: tuple[int, float] | None = None
@@ -180,7 +181,9 @@ class RankView:
             self.drops[key] = self.drops.get(key, frozenset()) | drops
         self.troubles |= other.troubles
 
-    def _canonical(self, steps: Iterable[Blocks]) -> object:
+    def _canonical(
+        self, steps: Iterable[Blocks], drops: Mapping[StepKey, frozenset[Drop]]
+    ) -> object:
         return (
             self.session,
             self.heartbeat,
@@ -189,7 +192,7 @@ class RankView:
             list(steps),
             sorted(self.passed.items()),
             self.closed_at,
-            [(key, sorted(map(_bytes, drops))) for key, drops in sorted(self.drops.items())],
+            [(key, sorted(map(_bytes, some))) for key, some in sorted(drops.items())],
             sorted(self.troubles),
             self.seen,
             self.first,
@@ -202,6 +205,7 @@ class View:
 
     attempts: dict[int, dict[int, RankView]] = field(default_factory=dict)
     sealed: dict[int, Sealed] = field(default_factory=dict)
+    drop_logs: dict[int, DropLog] = field(default_factory=dict)
 
     @staticmethod
     def of(*facts: Fact) -> View:
@@ -234,11 +238,24 @@ class View:
         recent = (known.steps for known in self.attempts.get(attempt, {}).values())
         return set(self.sealed.get(attempt, NOTHING).keys()).union(*recent)
 
+    def drops(self, attempt: int, rank: int) -> dict[StepKey, frozenset[Drop]]:
+        """All that `rank` has dropped."""
+        known = self.rank(attempt, rank)
+        found = dict(known.drops) if known is not None else {}
+        for drop in self.drop_logs.get(attempt, NO_DROPS).of_rank(rank):
+            key = (drop[2].mode, drop[2].mode_step)
+            found[key] = found.get(key, frozenset()) | {drop}
+        return found
+
     def canonical(self) -> bytes:
         """Equal for equal views, whatever the order in which they were folded."""
         return _bytes(
             [
-                (attempt, rank, known._canonical(self._steps(attempt, rank, known)))
+                (
+                    attempt,
+                    rank,
+                    known._canonical(self._steps(attempt, rank, known), self.drops(attempt, rank)),
+                )
                 for attempt, rank, known in self.ranks()
             ]
         )
@@ -288,7 +305,16 @@ def merge(a: View, b: View) -> View:
             elif old is not known:
                 mine[rank] = both = old.copy()
                 both._join(known)
-    merged = View(attempts, {**b.sealed, **a.sealed})
+    logs = {
+        attempt: DropLog(
+            (
+                *a.drop_logs.get(attempt, NO_DROPS).batches,
+                *b.drop_logs.get(attempt, NO_DROPS).batches,
+            )
+        )
+        for attempt in a.drop_logs.keys() | b.drop_logs.keys()
+    }
+    merged = View(attempts, {**b.sealed, **a.sealed}, logs)
     for attempt in a.sealed.keys() & b.sealed.keys():
         _join_sealed(merged, attempt, a.sealed[attempt], b.sealed[attempt])
     return merged

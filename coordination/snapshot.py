@@ -4,6 +4,7 @@
     merged/heads/<epoch>-<number>-<writer>.json    Head      ranks, steps, which chunks; immutable
     merged/steps/<...>-<digest>.safetensors        a range of steps of all ranks; immutable
     merged/layouts/<digest>.json                   layouts that the head has no room for; immutable
+    merged/drops/<...>-<digest>.json               drops that the head has no room for; immutable
 
 `pack` is pure. Who writes puts the objects, then the head, then the pointer; `previous` is the last
 `Packed` of which all that was put. Its `view` holds the facts of the view it was given, and is to
@@ -23,12 +24,21 @@ import msgspec
 from smdist.coordination.blocks import Blocks, StepKey
 from smdist.coordination.chunk_file import from_bytes, to_bytes
 from smdist.coordination.columns import Columns, fits
+from smdist.coordination.drop_log import (
+    NO_DROPS,
+    Content,
+    Drop,
+    DropBatch,
+    DropLog,
+    Texts,
+    from_json,
+    made_batch,
+)
 from smdist.coordination.head import (
     POINTER_KEY,
     AttemptRow,
     Head,
     Pointer,
-    Texts,
     head_key,
     rank_row,
     rank_view,
@@ -52,6 +62,7 @@ __all__ = [
     "Pointer",
     "head_key",
     "load_columns",
+    "load_drops",
     "load_head",
     "load_layouts",
     "load_view",
@@ -62,6 +73,8 @@ __all__ = [
 
 A = TypeVar("A")
 T = TypeVar("T")
+
+_MOST_DROPS = 4096  # in a head
 
 
 @dataclass(frozen=True)
@@ -77,6 +90,7 @@ class Packed:
     replaced: tuple[str, ...] = ()  # keys of chunks that the one before names and this one does not
     layout_packs: tuple[str, ...] = ()
     layout_texts: Mapping[str, bytes] = field(default_factory=dict)
+    drops: frozenset[str] = frozenset()  # keys of the batches of drops
 
 
 @dataclass(frozen=True)
@@ -105,7 +119,9 @@ def pack(
     It holds facts, no judgements of time: `patience` is with who reads it, and changes nothing here.
     """
     stored = previous.chunks if previous is not None else frozenset()
-    whole, made = _sealed(view, f"merged/steps/{epoch:06d}-{number:010d}-{writer}")
+    name = f"{epoch:06d}-{number:010d}-{writer}"
+    whole, made = _sealed(view, f"merged/steps/{name}")
+    batches = _log_drops(whole, f"merged/drops/{name}")
     described = pack_layouts(
         layouts,
         previous.layout_texts if previous is not None else {},
@@ -117,6 +133,7 @@ def pack(
             attempt,
             tuple(rank_row(rank, known, texts) for rank, known in sorted(ranks.items())),
             tuple(chunk.ref for chunk in whole.sealed.get(attempt, NOTHING).chunks),
+            tuple(batch.ref for batch in whole.drop_logs.get(attempt, NO_DROPS).batches),
         )
         for attempt, ranks in sorted(whole.attempts.items())
     )
@@ -136,7 +153,11 @@ def pack(
     chunks = frozenset(ref.key for row in rows for ref in row.chunks)
     key = head_key(epoch, number, writer)
     return Packed(
-        (*described.objects, *_unstored(whole, made, stored)),
+        (
+            *described.objects,
+            *_unlogged(whole, batches, previous.drops if previous is not None else frozenset()),
+            *_unstored(whole, made, stored),
+        ),
         key,
         msgspec.json.encode(head),
         Pointer(epoch, number, key, now, interval_s, final),
@@ -145,6 +166,7 @@ def pack(
         tuple(sorted(stored - chunks)),
         described.keys,
         described.texts,
+        frozenset(ref.key for row in rows for ref in row.drops),
     )
 
 
@@ -168,7 +190,38 @@ def _sealed(view: View, prefix: str) -> tuple[View, dict[str, bytes]]:
         done = seal(attempt, view.sealed.get(attempt, NOTHING), recent, prefix)
         sealed[attempt] = done.sealed
         made |= {chunk.ref.key: data for chunk, data in done.made}
-    return View(attempts, sealed), made
+    return View(attempts, sealed, dict(view.drop_logs)), made
+
+
+def _log_drops(view: View, prefix: str) -> dict[str, bytes]:
+    """Move the drops of the ranks into the log of `view`, our own, if they are many."""
+    made: dict[str, bytes] = {}
+    for attempt, ranks in view.attempts.items():
+        if sum(len(known.drops) for known in ranks.values()) <= _MOST_DROPS:
+            continue
+        content: dict[int, tuple[Drop, ...]] = {}
+        for rank, known in ranks.items():
+            if known.drops:
+                content[rank] = tuple(d for drops in known.drops.values() for d in drops)
+                known.drops = {}
+        batch, data = made_batch(attempt, content, prefix)
+        made[batch.ref.key] = data
+        log = view.drop_logs.get(attempt, NO_DROPS)
+        view.drop_logs[attempt] = DropLog((*log.batches, batch))
+    return made
+
+
+def _unlogged(
+    view: View, made: Mapping[str, bytes], stored: frozenset[str]
+) -> Iterator[tuple[str, Buffer]]:
+    for attempt, log in view.drop_logs.items():
+        for batch in log.batches:
+            key = batch.ref.key
+            if key in made:
+                yield key, made[key]
+            elif key not in stored and not batch.stored:
+                prefix = key[: key.rindex(f"-{attempt:06d}-")]
+                yield key, made_batch(attempt, batch.content, prefix)[1]
 
 
 def _unstored(
@@ -207,6 +260,14 @@ async def load_columns(store: Store, key: str) -> Columns:
         raise CorruptObject(store.url, key, "read", str(error)) from error
 
 
+async def load_drops(store: Store, key: str) -> Content:
+    data = await store.get(key)
+    try:
+        return from_json(data)
+    except ValueError as error:
+        raise CorruptObject(store.url, key, "read", str(error)) from error
+
+
 async def load_layouts(store: Store, head: Head, known: Iterable[str] = ()) -> dict[str, Layout]:
     """The layouts of a head, in their order. Packs that are `known`, by key, are left out."""
 
@@ -231,11 +292,18 @@ async def load_view(store: Store, pointer: Pointer) -> Loaded:
     keys = [ref.key for row in head.attempts for ref in row.chunks]
     loaded = await together(partial(load_columns, store), keys)
     columns = dict(zip(keys, loaded, strict=True))
-    layouts = await load_layouts(store, head)
-    return Loaded(view_of(head, lambda chunk: columns[chunk.ref.key]), layouts, head)
+    batches = [ref.key for row in head.attempts for ref in row.drops]
+    drops = dict(zip(batches, await together(partial(load_drops, store), batches), strict=True))
+    view = view_of(head, lambda chunk: columns[chunk.ref.key], lambda batch: drops[batch.ref.key])
+    return Loaded(view, await load_layouts(store, head), head)
 
 
-def view_of(head: Head, fetch: Fetch, known: Mapping[str, Chunk] | None = None) -> View:
+def view_of(
+    head: Head,
+    fetch: Fetch,
+    fetch_drops: Callable[[DropBatch], Content],
+    known: Mapping[str, Chunk] | None = None,
+) -> View:
     """The view of a head; `fetch` is asked for the columns of a chunk whenever they are needed.
 
     `known` are chunks of an earlier view by key, to be used again.
@@ -250,6 +318,10 @@ def view_of(head: Head, fetch: Fetch, known: Mapping[str, Chunk] | None = None) 
             row.attempt: Sealed(
                 known.get(ref.key) or Chunk(row.attempt, ref, None, fetch) for ref in row.chunks
             )
+            for row in head.attempts
+        },
+        {
+            row.attempt: DropLog(DropBatch(ref, None, fetch_drops) for ref in row.drops)
             for row in head.attempts
         },
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from smdist.coordination.drop_log import NO_DROPS
 from smdist.coordination.membership import StepFacts, all_step_facts, expected_ranks
 from smdist.coordination.merge import StepKey, View, merge
 from smdist.coordination.sealed import NOTHING
@@ -38,7 +39,8 @@ def advance(
     for attempt in attempts:
         if expected[attempt] != old.expected.get(attempt):
             # When more ranks are expected than before, what was complete may no longer be.
-            touched |= view.keys(attempt).union(*_drops(view, attempt))
+            log = view.drop_logs.get(attempt, NO_DROPS).steps
+            touched |= view.keys(attempt).union(log, *_drops(view, attempt))
         elif base is not None:
             touched |= _rebased(old.view, view, attempt)
     new = replace(
@@ -84,6 +86,9 @@ def _rebased(old: View, new: View, attempt: int) -> set[StepKey]:
         for chunk in (*after.without(before), *before.without(after))
         for mode_step in chunk.rows
     }
+    logged, log = old.drop_logs.get(attempt, NO_DROPS), new.drop_logs.get(attempt, NO_DROPS)
+    for batch in log.without(logged):
+        touched.update(key for run in batch.ref.runs for key, _ in run.steps())
     for view in (old, new):
         for known in view.attempts.get(attempt, {}).values():
             touched.update(known.steps, known.drops)

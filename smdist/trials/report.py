@@ -55,10 +55,14 @@ def attempt_info(catalogue: Catalogue, attempt: int) -> AttemptInfo:
 
 def dropped(catalogue: Catalogue) -> list[DroppedTensors]:
     found = []
-    for attempt, rank, known in catalogue.view.ranks():
+    for attempt, rank, _ in catalogue.view.ranks():
         if attempt not in catalogue.attempts:
             continue
-        drops = sorted((seq, place, d) for some in known.drops.values() for seq, place, d in some)
+        drops = sorted(
+            (seq, place, drop)
+            for some in catalogue.view.drops(attempt, rank).values()
+            for seq, place, drop in some
+        )
         found += [
             DroppedTensors(
                 worker_name(rank),

@@ -19,6 +19,7 @@ from smdist.coordination.blocks import Blocks
 from smdist.coordination.building import empty, extended
 from smdist.coordination.columns import Columns
 from smdist.coordination.commit import Lease, Standing
+from smdist.coordination.drop_log import Content, DropBatch
 from smdist.coordination.merge import View
 from smdist.coordination.sealed import Chunk
 from smdist.coordination.snapshot import (
@@ -26,6 +27,7 @@ from smdist.coordination.snapshot import (
     Head,
     Pointer,
     load_columns,
+    load_drops,
     load_head,
     load_layouts,
     together,
@@ -72,6 +74,7 @@ class Snapshots:
         self._current: Snapshot | None = None
         self._chunks: dict[str, Chunk] = {}
         self._packs: tuple[str, ...] = ()
+        self._drops: dict[str, Content] = {}
         self._columns: OrderedDict[str, Columns] = OrderedDict()
         self._nbytes = 0
         self._lock = Lock()
@@ -110,7 +113,7 @@ class Snapshots:
             # The manifests say the same.
             self.troubles[pointer.head] = f"{pointer.head} was passed over: {error}"
             return None
-        view = view_of(head, self.columns, self._chunks)
+        view = view_of(head, self.columns, self.drops, self._chunks)
         self._chunks = {
             chunk.ref.key: chunk for sealed in view.sealed.values() for chunk in sealed.chunks
         }
@@ -138,6 +141,12 @@ class Snapshots:
     def columns(self, chunk: Chunk) -> Columns:
         kept = self._kept(chunk.ref.key)
         return kept if kept is not None else self.run(self._fetch(chunk))
+
+    def drops(self, batch: DropBatch) -> Content:
+        key = batch.ref.key
+        if key not in self._drops:
+            self._drops[key] = self.run(load_drops(self.store, key))
+        return self._drops[key]
 
     def warm(self, chunks: Iterable[Chunk]) -> None:
         """Fetch several at once, so that `columns` finds them; as many as are kept."""

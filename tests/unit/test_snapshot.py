@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from smdist.coordination import sealed
+from smdist.coordination import sealed, snapshot
 from smdist.coordination.membership import (
     Disagreement,
     StepFacts,
@@ -18,9 +19,17 @@ from smdist.coordination.merge import Fact, StepKey, View, add, fold, merge
 from smdist.coordination.snapshot import Packed, load_view, pack
 from smdist.coordination.step_rows import row_of, rows_of, runs_of
 from smdist.errors import CorruptObject
-from smdist.manifest import RankManifest, StepEntry, segment_key
+from smdist.manifest import Dropped, RankManifest, StepEntry, segment_key
 from smdist.storage import MemoryStore, sync
 from tests.view_facts import facts, many_steps
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_drops_in_a_head() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(snapshot, "_MOST_DROPS", 1)
+        yield
+
 
 small_chunks = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -121,6 +130,7 @@ def by_definition(view: View, attempt: int, key: StepKey, expected: Iterable[int
     ranks: list[int] = []
     layouts: set[str] = set()
     numbers: dict[int, dict[int, None]] = {}
+    dropped: list[int] = []
     whole: set[int] = set()
     due = False
     for rank, known in sorted(view.attempts[attempt].items()):
@@ -134,6 +144,7 @@ def by_definition(view: View, attempt: int, key: StepKey, expected: Iterable[int
         if drops:
             numbers.setdefault(min(drop.step for _, _, drop in drops), {})[rank] = None
             due = True
+            dropped.append(rank)
         elif closings:
             whole.add(rank)
     differ = Disagreement(attempt, *key, {n: tuple(of) for n, of in numbers.items()})
@@ -145,6 +156,7 @@ def by_definition(view: View, attempt: int, key: StepKey, expected: Iterable[int
         tuple(rank for rank in (expected if due else ranks) if rank not in whole),
         frozenset(layouts),
         differ if len(numbers) > 1 else None,
+        tuple(dropped),
     )
 
 
@@ -253,3 +265,21 @@ def test_chunks_open_with_the_official_reader() -> None:
     assert arrays["ranks"].tolist() == [0, 1, 2]
     assert arrays["mode_steps"].tolist() == [0, 1, 2, 3, 4]
     assert arrays["cells.time"].shape == (5, 3)
+
+
+def test_drops_are_written_once_and_a_head_of_many_stays_small() -> None:
+    names = tuple(f"layer.{i}.weight" for i in range(20))
+    view, previous, sizes = View(), None, []
+    for step in range(50):
+        for rank in range(8):
+            drop = Dropped(1, step, step, names, 4, "buffer full")
+            more = msgspec.structs.replace(manifest(rank, step), dropped=(drop,))
+            add(view, more)
+        packed = packed_of(view, previous, step)
+        assert [key.split("/")[1] for key, _ in packed.objects] == ["drops", "steps"]
+        view, previous = packed.view, packed
+        sizes.append(len(packed.head))
+    assert max(sizes) - sizes[0] < 50 * 150
+    assert not any(known.drops for _, _, known in view.ranks())
+    assert len(view.drops(0, 3)) == 50
+    assert all_step_facts(view, 0, range(8))[1, 7].dropped == tuple(range(8))

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smdist import errors
-from smdist.coordination import layout_packs, sealed
+from smdist.coordination import layout_packs, sealed, snapshot
 from smdist.coordination.commit import Lease, Standing
 from smdist.coordination.snapshot import POINTER_KEY, Pointer
 from smdist.identity import ModeKeys
@@ -159,6 +159,7 @@ def _few_steps_a_chunk() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sealed, "_LEAST_STEPS", 1)
         patch.setattr(sealed, "_MOST_STEPS", 2)
+        patch.setattr(snapshot, "_MOST_DROPS", 1)
         yield
 
 

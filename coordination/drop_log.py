@@ -1,0 +1,210 @@
+"""What ranks had to drop, in immutable batches.
+
+Drops only ever become more, so old ones are not rewritten: a batch holds some of all ranks, and a
+view of a job that drops much has many. Which steps they are about is known without their content.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+
+import msgspec
+
+from smdist.coordination.blocks import StepKey
+from smdist.coordination.spans import Spans, spans_of
+from smdist.manifest import FORMAT, Dropped
+
+__all__ = [
+    "NO_DROPS",
+    "Content",
+    "Drop",
+    "DropBatch",
+    "DropLog",
+    "DropRef",
+    "DropRow",
+    "Texts",
+    "drop_row",
+    "dropped_of",
+    "from_json",
+    "made_batch",
+]
+
+Drop = tuple[int, int, Dropped]
+"""In which manifest, at which place, what."""
+
+Content = Mapping[int, tuple[Drop, ...]]
+"""By rank."""
+
+
+class DropRow(msgspec.Struct, frozen=True, array_like=True):
+    """`names` and `reason` count in a list of texts, as they are the same again and again."""
+
+    seq: int
+    place: int
+    mode: int
+    mode_step: int
+    step: int
+    names: int
+    nbytes: int
+    reason: int
+
+
+class Texts(dict[tuple[str, ...], int]):
+    """A number for each, in order of the first time that it was asked for."""
+
+    def __missing__(self, text: tuple[str, ...]) -> int:
+        number = self[text] = len(self)
+        return number
+
+
+def drop_row(drop: Drop, texts: Texts) -> DropRow:
+    seq, place, what = drop
+    return DropRow(
+        seq,
+        place,
+        what.mode,
+        what.mode_step,
+        what.step,
+        texts[what.names],
+        what.nbytes,
+        texts[(what.reason,)],
+    )
+
+
+def dropped_of(row: DropRow, texts: Sequence[tuple[str, ...]]) -> Drop:
+    names, (reason,) = texts[row.names], texts[row.reason]
+    what = Dropped(row.mode, row.mode_step, row.step, names, row.nbytes, reason)
+    return (row.seq, row.place, what)
+
+
+class DropRun(msgspec.Struct, frozen=True, array_like=True):
+    """`count` steps of which the same ranks dropped something; their numbers grow by the strides."""
+
+    mode: int
+    mode_step: int
+    mode_stride: int
+    step: int
+    step_stride: int
+    count: int
+    ranks: Spans
+
+    def steps(self) -> Iterator[tuple[StepKey, int]]:
+        for i in range(self.count):
+            key = (self.mode, self.mode_step + i * self.mode_stride)
+            yield key, self.step + i * self.step_stride
+
+
+class DropRef(msgspec.Struct, frozen=True, array_like=True):
+    key: str
+    nbytes: int
+    runs: tuple[DropRun, ...]
+
+
+class DropBatch:
+    def __init__(
+        self,
+        ref: DropRef,
+        content: Content | None,
+        fetch: Callable[[DropBatch], Content] | None = None,
+    ) -> None:
+        self.ref = ref
+        self._content, self._fetch = content, fetch
+
+    @property
+    def stored(self) -> bool:
+        """It came from a store."""
+        return self._fetch is not None
+
+    @property
+    def content(self) -> Content:
+        if self._content is not None:
+            return self._content
+        if self._fetch is None:
+            raise LookupError(f"{self.ref.key} was not loaded")
+        return self._fetch(self)
+
+
+class DropLog:
+    """The batches of one attempt, in order of key. A drop may be in several: it is one."""
+
+    def __init__(self, batches: Iterable[DropBatch] = ()) -> None:
+        by_key = {batch.ref.key: batch for batch in batches}
+        self.batches = tuple(by_key[key] for key in sorted(by_key))
+
+    @cached_property
+    def steps(self) -> dict[StepKey, list[tuple[int, Spans]]]:
+        """Of each step the global numbers it was given, with the ranks that dropped some of it."""
+        found: dict[StepKey, list[tuple[int, Spans]]] = {}
+        for batch in self.batches:
+            for run in batch.ref.runs:
+                for key, number in run.steps():
+                    found.setdefault(key, []).append((number, run.ranks))
+        return found
+
+    def of_rank(self, rank: int) -> Iterator[Drop]:
+        for batch in self.batches:
+            yield from batch.content.get(rank, ())
+
+    def without(self, other: DropLog) -> list[DropBatch]:
+        known = {batch.ref.key for batch in other.batches}
+        return [batch for batch in self.batches if batch.ref.key not in known]
+
+
+NO_DROPS = DropLog()
+
+
+class _Stored(msgspec.Struct, frozen=True):
+    attempt: int
+    texts: tuple[tuple[str, ...], ...]
+    ranks: tuple[tuple[int, tuple[DropRow, ...]], ...]
+    format: int = FORMAT
+
+
+def made_batch(attempt: int, content: Content, prefix: str) -> tuple[DropBatch, bytes]:
+    texts = Texts()
+    content = {
+        rank: tuple(sorted(drops, key=msgspec.msgpack.encode))
+        for rank, drops in sorted(content.items())
+    }
+    rows = tuple(
+        (rank, tuple(drop_row(drop, texts) for drop in drops)) for rank, drops in content.items()
+    )
+    data = msgspec.json.encode(_Stored(attempt, tuple(texts), rows))
+    digest = hashlib.blake2b(data, digest_size=8).hexdigest()
+    ref = DropRef(f"{prefix}-{attempt:06d}-{digest}.json", len(data), tuple(_runs(content)))
+    return DropBatch(ref, content), data
+
+
+def from_json(data: bytes) -> Content:
+    """ValueError when `data` is no batch."""
+    stored = msgspec.json.decode(data, type=_Stored)
+    return {
+        rank: tuple(dropped_of(row, stored.texts) for row in rows) for rank, rows in stored.ranks
+    }
+
+
+def _runs(content: Content) -> Iterator[DropRun]:
+    numbers: dict[StepKey, dict[int, int]] = {}
+    for rank, drops in content.items():
+        for _, _, what in drops:
+            of_step = numbers.setdefault((what.mode, what.mode_step), {})
+            of_step[rank] = min(of_step.get(rank, what.step), what.step)
+    steps = [
+        (mode, mode_step, number, spans_of(r for r, n in ranks.items() if n == number))
+        for (mode, mode_step), ranks in sorted(numbers.items())
+        for number in sorted(set(ranks.values()))
+    ]
+    begin = 0
+    while begin < len(steps):
+        mode, mode_step, number, ranks = steps[begin]
+        end, strides = begin + 1, (0, 0)
+        while end < len(steps) and (steps[end][0], steps[end][3]) == (mode, ranks):
+            found = (steps[end][1] - steps[end - 1][1], steps[end][2] - steps[end - 1][2])
+            if end > begin + 1 and found != strides:
+                break
+            strides = found
+            end += 1
+        yield DropRun(mode, mode_step, strides[0], number, strides[1], end - begin, ranks)
+        begin = end

@@ -2,6 +2,7 @@
 
     main      the interpreter that runs this
     peers     .venv-peers: benchmarks/peers.txt on top of main's packages, which it shares
+    s3_peers  .venv-s3_peers: benchmarks/s3_peers.txt, in the same way
     smdebug   .venv-smdebug: benchmarks/smdebug.txt, nothing shared: smdebug needs an old protobuf
 
 One is made when it is first asked for. If that fails, whoever needs it is left out, with the reason.
@@ -41,7 +42,7 @@ def interpreter(name: str) -> Path:
         raise Unavailable(failed.read_text())
     print(f"setting up {folder.name} for {name} (once) ...", file=sys.stderr, flush=True)
     try:
-        _set_up(folder, wanted, shared=name == "peers")
+        _set_up(folder, wanted, shared=name != "smdebug")
     except subprocess.CalledProcessError as problem:
         text = problem.stderr.decode(errors="replace").strip().splitlines() or ["pip failed"]
         folder.mkdir(exist_ok=True)

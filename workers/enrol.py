@@ -156,8 +156,8 @@ async def enrol_async(
     settle_s: float = SETTLE_S,
 ) -> Enrolment:
     for _ in range(_TRIES):
-        run = await _read_run(store)
-        sessions = await _read_sessions(store, me.rank)
+        # Side by side: training waits for this once, and every request takes its time on the way.
+        run, sessions = await asyncio.gather(_read_run(store), _read_sessions(store, me.rank))
         if run is None and not sessions:
             await _refuse_remains(store)
         attempt = _decide(store, me, sessions, resume, explicit_attempt)

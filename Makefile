@@ -3,6 +3,7 @@
 #
 #   PYTHON   the interpreter .venv is made from
 #   TORCH    what to install as torch
+#   QUICK    1: make bench measures less, in a few minutes
 #   ARGS     passed on: make test ARGS="tests/unit -k merge -n 0"
 
 PYTHON ?= python3
@@ -11,9 +12,12 @@ TORCH ?= torch==2.13.0
 # Tests start processes of their own; more workers than this only make them wait for each other.
 WORKERS ?= 2
 ARGS ?=
+QUICK ?=
 
 VENV := .venv
 OLDEST := .venv-oldest
+# Made by the benchmarks, for tools that do not fit beside smdist.
+PEERS := .venv-peers .venv-s3_peers .venv-smdebug
 BIN := $(VENV)/bin
 
 SHELL := /bin/sh
@@ -39,7 +43,8 @@ help:
 	@echo "make test         all tests                        (ARGS=... goes to pytest)"
 	@echo "make check        ruff, mypy --strict, import-linter"
 	@echo "make format       let ruff rewrite what it can"
-	@echo "make bench        what capture costs               (ARGS=... goes to benchmarks/run.py)"
+	@echo "make bench        what capture costs, beside other tools; 40 min, QUICK=1: 5 min"
+	@echo "                  (ARGS=... goes to benchmarks/run.py: ARGS=--list, ARGS='--only s3')"
 	@echo "make test-oldest  unit and contract tests on Python 3.10 with the oldest dependencies"
 	@echo "                  (PYTHON310=path/to/python3.10 if it is not on PATH)"
 	@echo "make clean        remove build products and caches"
@@ -56,7 +61,7 @@ test: setup
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy smdist tests $(wildcard examples/*.py examples/*/*.py benchmarks/*.py)
+	$(BIN)/mypy smdist tests $(wildcard examples/*.py examples/*/*.py benchmarks/*.py benchmarks/*/*.py)
 	$(BIN)/lint-imports --no-logo
 
 format: setup
@@ -64,7 +69,7 @@ format: setup
 	$(BIN)/ruff format .
 
 bench: setup
-	@$(BIN)/python benchmarks/run.py $(ARGS)
+	@QUICK=$(QUICK) $(BIN)/python benchmarks/run.py $(ARGS)
 
 # $(call make_venv,interpreter,folder): keeps one that works, so that changed pins install on top.
 define make_venv
@@ -103,5 +108,5 @@ clean:
 	find smdist workers coordination tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(OLDEST)
+	rm -rf $(VENV) $(OLDEST) $(PEERS)
 	rm -f smdist/_kernel*.so

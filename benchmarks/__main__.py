@@ -1,4 +1,4 @@
-"""Every measurement of `capture_cost`, each in a process of its own, and one table of them all."""
+"""Every measurement, each in processes of its own, and one table of them all."""
 
 from __future__ import annotations
 
@@ -10,64 +10,124 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
+from benchmarks.cases import CASES
 from benchmarks.machine import facts, load
+from benchmarks.picture import draw
 from benchmarks.table import Row, markdown, plain
 
-MEASUREMENTS = (
-    "inside mlp full",
-    "inside transformer full",
-    "inside mlp five",
-    "inside transformer five",
-    "inside many full",
-    "inside many five",
-    "not_due",
-    "ratio one",
-    "ratio all",
-    "memory",
-)
-PAGE = Path("docs/benchmarks.md")
+PAGE, PICTURE, ROWS = (Path("docs", f"benchmarks.{kind}") for kind in ("md", "svg", "json"))
 _MEASURED = re.compile(r"(<!-- measured -->\n).*(<!-- /measured -->)", re.DOTALL)
 
 
-def run(measurement: str, options: Sequence[str]) -> list[Row]:
-    command = [sys.executable, "-m", "benchmarks.capture_cost", *measurement.split(), *options]
-    output = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
-    return msgspec.json.decode(output.splitlines()[-1], type=list[Row])
+class Measurement(NamedTuple):
+    name: str
+    module: str
+    arguments: tuple[str, ...]
+    steps: int | None = None  # None: its own number
+    quick: bool = False
+    quick_steps: int | None = None
+
+
+def _of_cost(name: str, *, quick: bool = False) -> Measurement:
+    return Measurement(name, "capture_cost", tuple(name.split()), 20, quick, 5)
+
+
+MEASUREMENTS = (
+    *(
+        Measurement(f"step_time {case.name}", "step_time", (case.name,), None, case.quick, 4)
+        for case in CASES
+    ),
+    Measurement("step_time s3_rate", "step_time", ("s3_rate",)),
+    Measurement("small_tensors full", "small_tensors", ("full",), None, True, 4),
+    Measurement("small_tensors five", "small_tensors", ("five",)),
+    Measurement("trial_reading local", "trial_reading", ("local",), None, True),
+    Measurement("trial_reading s3", "trial_reading", ("s3",)),
+    *(
+        Measurement(
+            f"s3_store {size} {server}", "s3_store", (size, "--server", server), 40, False, 8
+        )
+        for size, server in (("1", "rclone"), ("8", "rclone"), ("32", "rclone"), ("8", "moto"))
+    ),
+    Measurement("s3_requests", "s3_requests", (), 40, False, 4),
+    Measurement("s3_latency", "s3_latency", ("narrow",), 40, False, 10),
+    _of_cost("inside mlp full", quick=True),
+    _of_cost("inside transformer full"),
+    _of_cost("inside mlp five"),
+    _of_cost("inside transformer five"),
+    _of_cost("inside many full"),
+    _of_cost("inside many five"),
+    _of_cost("not_due"),
+    _of_cost("memory", quick=True),
+)
+
+
+def run(measurement: Measurement, options: Sequence[str]) -> list[Row]:
+    """One that fails is a row too, which says so: the others are worth having."""
+    module = f"benchmarks.{measurement.module}"
+    command = [sys.executable, "-m", module, *measurement.arguments, *options]
+    made = subprocess.run(command, check=False, stdout=subprocess.PIPE)
+    if made.returncode:
+        return [Row(measurement.name, None, "", note=f"it ended with {made.returncode}")]
+    return msgspec.json.decode(made.stdout.splitlines()[-1], type=list[Row])
+
+
+def write(about: dict[str, str], rows: list[Row]) -> None:
+    lines = [f"- {key}: {value}" for key, value in about.items()]
+    section = "\n".join([*lines, "", markdown(rows), ""])
+    PAGE.write_text(_MEASURED.sub(lambda m: m[1] + section + m[2], PAGE.read_text()))
+    ROWS.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=1) + b"\n")
+    caption = f"Dashed: the bar. Whiskers: all rounds. {about['processor']}; {about['versions']}"
+    if picture := draw(rows, caption):
+        PICTURE.write_text(picture)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks/run.py", description=__doc__)
-    parser.add_argument("--only", default="", help="a regex of measurements, of their names")
+    parser.add_argument("--only", default="", help="a regex of names of measurements")
+    parser.add_argument("--list", action="store_true", help="print the names, measure nothing")
     parser.add_argument("--rounds", type=int, help="repeats of everything")
-    parser.add_argument("--steps", type=int, help="steps per repeat")
-    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="of what is short")
+    parser.add_argument("--steps", type=int, help="steps per repeat; steps of the run of a trial")
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="of capture_cost")
     parser.add_argument("--out", help="folder to store runs in; default: where temporary files go")
-    parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE}")
+    parser.add_argument("--write", action="store_true", help=f"put it into {PAGE} and {PICTURE}")
     given = parser.parse_args()
     quick = os.environ.get("QUICK", "") not in ("", "0")
-    rounds, steps = given.rounds or 5, given.steps or (10 if quick else 40)
-    options = ["--rounds", str(rounds), "--steps", str(steps), "--clock", given.clock]
-    if given.out:
-        options += ["--out", given.out]
+    selected = [
+        each
+        for each in MEASUREMENTS
+        if re.search(given.only, each.name) and (each.quick or given.only or not quick)
+    ]
+    if given.list:
+        print("\n".join(each.name for each in selected))
+        return
+    rounds = given.rounds or (3 if quick else 5)
     rows: list[Row] = []
     begun, load_before = time.monotonic(), load()
-    for measurement in MEASUREMENTS:
-        if re.search(given.only, measurement):
-            print(f"{measurement} ...", file=sys.stderr, flush=True)
-            rows += run(measurement, options)
+    for each in selected:
+        at = time.monotonic()
+        print(f"{each.name} ...", file=sys.stderr, end=" ", flush=True)
+        rows += run(each, _options(each, given, rounds, quick))
+        print(f"{time.monotonic() - at:.0f} s", file=sys.stderr, flush=True)
     about = facts() | {
         "load average": f"{load_before} before, {load()} after (all that ran, this included)",
-        "repeats": f"{rounds} rounds of {steps} steps, {given.clock} clock, "
-        f"{time.monotonic() - begun:.0f} s in all",
+        "repeats": f"{rounds} rounds, {time.monotonic() - begun:.0f} s in all",
     }
     print("\n".join(f"{key}: {value}" for key, value in about.items()), "", plain(rows), sep="\n")
     if given.write:
-        lines = [f"- {key}: {value}" for key, value in about.items()]
-        section = "\n".join([*lines, "", markdown(rows), ""])
-        PAGE.write_text(_MEASURED.sub(lambda m: m[1] + section + m[2], PAGE.read_text()))
+        write(about, rows)
+
+
+def _options(each: Measurement, given: argparse.Namespace, rounds: int, quick: bool) -> list[str]:
+    steps = given.steps or (each.quick_steps if quick else each.steps)
+    options = ["--rounds", str(rounds)]
+    options += ["--steps", str(steps)] if steps else []
+    options += ["--clock", given.clock] if each.module == "capture_cost" else []
+    options += ["--out", given.out] if given.out else []
+    return options
 
 
 if __name__ == "__main__":

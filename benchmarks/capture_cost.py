@@ -8,8 +8,6 @@ compared takes turns (A B A B ...), so that a busy machine hits all alike. Print
     inside MODEL full|five   time inside the hook's callbacks in a captured step, over a memcpy of the
                              same bytes (weights and gradients) made after each step
     not_due                  step time with a hook on which nothing is due, less step time without
-    ratio one|all            mean step time with each schedule over that without a hook; torch with
-                             one thread, or with one for each processor and none to spare
     memory                   what the training process and the uploader have resident
 """
 
@@ -20,7 +18,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -74,7 +72,7 @@ def inside(options: Options, model: str, how: str) -> list[Row]:
     from benchmarks.models import MODELS, count_bytes
     from benchmarks.timing import CLOCKS, HookClock, Memcpy, median, p99
 
-    _use_threads("one")
+    _use_one_thread()
     job, now = MODELS[model](), CLOCKS[options.clock]
     nbytes = count_bytes(job.model)
     memcpy, huge_memcpy = Memcpy(nbytes, now), Memcpy(nbytes, now, huge=True)
@@ -110,7 +108,7 @@ def inside(options: Options, model: str, how: str) -> list[Row]:
     if blocked_s:
         note += f"; waited {blocked_s:.1f} s for room"
     big = nbytes > 20 * MB
-    bar = {"full": 1.5, "five": 3.0}[how] if big else None
+    bar = {"full": 1.25, "five": 3.0}[how] if big else None
 
     def over(title: str, others: list[float]) -> Row:
         """Medians are divided, per round for the spread: single samples are too noisy."""
@@ -131,13 +129,11 @@ def inside(options: Options, model: str, how: str) -> list[Row]:
     ]
 
 
-def _use_threads(how_many: str) -> int:
+def _use_one_thread() -> None:
     """Threads that wait for each other on a busy machine would drown everything else."""
     import torch
 
-    if how_many == "one":
-        torch.set_num_threads(1)
-    return torch.get_num_threads()
+    torch.set_num_threads(1)
 
 
 def _steps_behind(nbytes: int) -> int:
@@ -162,7 +158,7 @@ def not_due(options: Options) -> list[Row]:
     from benchmarks.models import MODELS
     from benchmarks.timing import CLOCKS, HookClock, median, p99
 
-    _use_threads("one")
+    _use_one_thread()
     now, job = CLOCKS[options.clock], MODELS["narrow"]()
     callbacks = job.model._forward_pre_hooks
     added: list[float] = []
@@ -206,79 +202,10 @@ def not_due(options: Options) -> list[Row]:
     ]
 
 
-def ratio(options: Options, threads: str) -> list[Row]:
-    """Blocks of steps: without a hook, and with each schedule, in turn."""
-    from benchmarks.models import MODELS, count_bytes
-    from benchmarks.timing import median, p99
-
-    used = f"torch threads: {_use_threads(threads)}"
-    job = MODELS["mlp"]()
-    kinds: dict[str, tuple[int, str, float | None]] = {
-        "full, every step": (1, "full", 1.08),
-        "five reductions, every step": (1, "five", 1.08),
-        "full, every 10 steps": (10, "full", 1.01),
-        "not due": (10**9, "full", 1.002),
-    }
-    times: dict[str, list[float]] = {name: [] for name in ("none", *kinds)}
-    ratios: dict[str, list[float]] = {name: [] for name in kinds}
-    waited = dict.fromkeys(kinds, 0.0)
-    with _folder(options) as folder:
-        for _ in range(options.rounds):
-            for name, (interval, how, _) in kinds.items():
-                # Each has its own block without a hook right before it: load comes and goes.
-                plain = _block(job.step, options.steps)
-                hook = _hook(folder, interval, how)
-                hook.register_module(job.model)
-                captured = _block(job.step, options.steps)
-                usage = hook.usage()
-                waited[name] += usage.blocked_s if usage is not None else 0.0
-                hook.close()
-                shutil.rmtree(hook.out_dir)
-                times["none"] += plain
-                times[name] += captured
-                ratios[name].append(sum(captured) / sum(plain))
-    base = f"{count_bytes(job.model) / MB:.0f} MB"
-    rows = [
-        Row(
-            f"step without a hook, mlp, {base}; {used}",
-            median(times["none"]),
-            "ms",
-            p99(times["none"]),
-        )
-    ]
-    for name, (_, _, bar) in kinds.items():
-        spread = (min(ratios[name]), max(ratios[name]))
-        note = f"waited {waited[name]:.1f} s for room" if waited[name] else ""
-        rows.append(
-            Row(
-                f"step time, {name} / none; {used}",
-                median(ratios[name]),
-                "x",
-                None,
-                bar,
-                note,
-                spread,
-            )
-        )
-        rows.append(Row(f"step, {name}; {used}", median(times[name]), "ms", p99(times[name])))
-    return rows
-
-
-def _block(step: Callable[[], None], steps: int) -> list[float]:
-    for _ in range(WARM_UP):
-        step()
-    found = []
-    for _ in range(steps):
-        begin = time.perf_counter_ns()
-        step()
-        found.append((time.perf_counter_ns() - begin) / 1e6)
-    return found
-
-
 def memory(options: Options) -> list[Row]:
     from benchmarks.models import MODELS
 
-    _use_threads("one")
+    _use_one_thread()
     job = MODELS["mlp"]()
     for _ in range(WARM_UP):
         job.step()
@@ -314,7 +241,7 @@ def _own(status: dict[str, int]) -> int:
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.capture_cost")
-    parser.add_argument("measurement", choices=["inside", "not_due", "ratio", "memory"])
+    parser.add_argument("measurement", choices=["inside", "not_due", "memory"])
     parser.add_argument("of", nargs="*")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=30)

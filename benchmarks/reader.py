@@ -26,8 +26,7 @@ def main() -> None:
         found: Answer = getattr(module, f"read_{how}")(place, number, every)
         return found
 
-    if hasattr(module, "prepare"):
-        module.prepare()
+    module.prepare()
     serve(answers, {"write": write, "read": read})
     os._exit(0)
 

@@ -2,9 +2,10 @@
 
     python -m benchmarks.trial_reading local|s3
 
-Both runs hold the same values. The two take turns, and open the run anew each time; what they read
-is compared. smdebug sleeps for a second before it believes that a run has ended: there is a
-row with that and one without. On S3 it is spared most of the work, see SPARED. Prints rows as JSON.
+Both runs hold the same values. Both processes stay, open the run anew each time, and take turns; what
+they read is compared. smdebug sleeps for a second before it believes that a run has ended: there is a
+row with that and one without. On S3 a part of its work is extrapolated, see SPARED. Prints rows as
+JSON.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ from benchmarks.timing import median, p99
 RUN = Run(ranks=8, steps=100, tensors=20, size=4096)
 NUMBER = 7  # of the tensor that is read
 BAR = 0.1
-# For each value smdebug lists all objects of the run: it reads every tenth step only.
+# For each value smdebug lists all objects of the run, over a minute in all: it reads every tenth
+# step, and that counts ten times.
 SPARED = {"local": 1, "s3": 10}
 PLACES = {"local": "local", "s3": "loopback S3"}
 AT_ONCE, SINGLY = "smdist, at once", "smdist, value by value"
 THEIRS, AWAKE = "smdebug 1.0.34", "smdebug 1.0.34 less its sleep"
+WRITERS = ("smdist", "smdebug")
 WAYS = {
     AT_ONCE: ("smdist", "at_once"),
     SINGLY: ("smdist", "one_by_one"),
@@ -54,48 +57,25 @@ def measure(where: str, rounds: int, run: Run, out: str | None) -> list[Row]:
 
     found: dict[str, list[Answer]] = {way: [] for way in WAYS}
     with places(where, out, before) as (place, logs), contextlib.ExitStack() as stack:
-        readers: dict[str, Reader] = {}
-        for name in ("smdist", "smdebug"):
-            if name not in missing:
-                readers[name] = reader = Reader(name, place, where, logs)
-                stack.callback(reader.end)
-        if isinstance(worker := _start("smdist", place, logs, run), str):
-            raise Failed(worker)
-        worker.end()
+        workers: dict[str, Worker] = {}
+        for name in WRITERS if not missing else WRITERS[:1]:
+            worker = _start(name, place, logs, run if name == "smdist" else None)
+            if isinstance(worker, str):
+                missing[name] = worker
+            else:
+                workers[name] = worker
+                stack.callback(worker.end)
         for _ in range(rounds + 1):
             for way, (name, how) in WAYS.items():
-                if name in readers:
-                    every = SPARED[where] if name == "smdebug" else 1
-                    found[way].append(readers[name].read(every, how))
+                if name in workers:
+                    theirs = (where, name) == ("s3", "smdebug")
+                    url = "s3://before/smdebug" if theirs else place.run(name)[0]
+                    details = {"every": SPARED[where] if theirs else 1, "how": how}
+                    found[way].append(
+                        workers[name].ask("read", place=url, number=NUMBER, **details)
+                    )
     _compare(found, run, SPARED[where])
     return _rows(where, run, found, missing)
-
-
-class Reader:
-    """A process that stays, or on S3 a new one for each time, of which imports are not counted:
-    a second trial in a process of smdebug gets its answers from S3 mixed up."""
-
-    def __init__(self, name: str, place: Place, where: str, logs: Path) -> None:
-        self._name, self._place, self._logs, self._stays = name, place, logs, where == "local"
-        theirs = (where, name) == ("s3", "smdebug")
-        self._url = "s3://before/smdebug" if theirs else place.run(name)[0]
-        self._worker: Worker | None = None
-
-    def read(self, every: int, how: str) -> Answer:
-        if self._worker is None:
-            worker = _start(self._name, self._place, self._logs)
-            if isinstance(worker, str):
-                raise Failed(worker)
-            self._worker = worker
-        answer = self._worker.ask("read", place=self._url, number=NUMBER, every=every, how=how)
-        if not self._stays:
-            self.end()
-        return answer
-
-    def end(self) -> None:
-        if self._worker is not None:
-            self._worker.end()
-            self._worker = None
 
 
 def _start(name: str, place: Place, logs: Path, run: Run | None = None) -> Worker | str:
@@ -137,24 +117,31 @@ def _rows(
             continue
         first, *made = found[way]
         taken[way] = [1e3 * (one["open_s"] + one["read_s"]) for one in made]
+        spared = SPARED[where] if way == THEIRS else 1
         if way == THEIRS:
             slept = [1e3 * one["slept_s"] for one in made]
-            taken[AWAKE] = [a - b for a, b in zip(taken[way], slept, strict=True)]
-        rows.append(_row(what, taken[way], first, made))
-    spared = f"{THEIRS} read every {SPARED[where]}th step only" if SPARED[where] > 1 else ""
+            read = [1e3 * one["read_s"] - nap for one, nap in zip(made, slept, strict=True)]
+            opened = [1e3 * one["open_s"] for one in made]
+            taken[AWAKE] = [a + spared * b for a, b in zip(opened, read, strict=True)]
+            taken[way] = [a + b for a, b in zip(taken[AWAKE], slept, strict=True)]
+        rows.append(_row(what, taken[way], first, made, spared))
     if {AT_ONCE, SINGLY, THEIRS} <= set(taken):
         for ours in (AT_ONCE, SINGLY):
             for theirs in (THEIRS, AWAKE):
                 pairs = [a / b for a, b in zip(taken[ours], taken[theirs], strict=True)]
                 what, spread = f"{base}: {ours} / {theirs}", (min(pairs), max(pairs))
-                rows.append(Row(what, median(pairs), "x", p99(pairs), BAR, spared, spread))
+                rows.append(Row(what, median(pairs), "x", p99(pairs), BAR, "", spread))
     return rows
 
 
-def _row(what: str, milliseconds: list[float], first: Answer, made: list[Answer]) -> Row:
+def _row(
+    what: str, milliseconds: list[float], first: Answer, made: list[Answer], spared: int
+) -> Row:
     opened = median([1e3 * one["open_s"] for one in made])
     note = f"{made[0]['values']} values; opened in {opened:.0f} ms; "
-    note += f"the first time {1e3 * (first['open_s'] + first['read_s']):.0f} ms"
+    note += f"the first in a process {1e3 * (first['open_s'] + first['read_s']):.0f} ms"
+    if spared > 1:
+        note += f"; reading them is counted {spared} times"
     spread = (min(milliseconds), max(milliseconds))
     return Row(what, median(milliseconds), "ms", p99(milliseconds), None, note, spread)
 

@@ -1,15 +1,22 @@
 """A run of several ranks written with smdebug's own writer, and one tensor of it read with its trial.
 
 The hook writes with that writer too, but a process has one hook and is one rank.
+
+On S3 the processes it forks to read many objects share one connection with their parent and get each
+other's answers. Each is given its own here: otherwise there is nothing to compare.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from smdebug.core.access_layer.s3handler import (  # type: ignore[import-not-found]
+    S3Handler,
+)
 from smdebug.core.access_layer.utils import (  # type: ignore[import-not-found]
     training_has_ended,
 )
@@ -19,6 +26,10 @@ from smdebug.pytorch.collection import CollectionManager  # type: ignore[import-
 from smdebug.trials import create_trial  # type: ignore[import-not-found]
 
 from benchmarks.peers.values import Run, checksum, value
+
+
+def prepare() -> None:
+    os.register_at_fork(after_in_child=S3Handler.client.cache_clear)
 
 
 def name_of(number: int) -> str:

@@ -14,17 +14,19 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
-from smdist.coordination.drop_log import NO_DROPS
-from smdist.coordination.sealed import NOTHING
-from smdist.coordination.spans import members, spans_of
-from smdist.coordination.step_rows import StepRow, row_of
+from smdist.coordination.step_facts import (
+    Disagreement,
+    StepFacts,
+    all_step_facts,
+    step_attempts,
+    step_facts,
+)
 from smdist.identity import ModeKeys
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from smdist.coordination.merge import RankView, StepKey, View
-    from smdist.coordination.spans import Spans
+    from smdist.coordination.merge import RankView, View
 
 __all__ = [
     "PATIENCE",
@@ -96,40 +98,6 @@ class RankReport:
     behind_s: float = 0.0
     reason: str = ""
     behind_steps: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Disagreement:
-    """Ranks that gave one `(mode, mode_step)` different global numbers: number -> its ranks."""
-
-    attempt: int
-    mode: int
-    mode_step: int
-    numbers: Mapping[int, tuple[int, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class StepFacts:
-    """A step of an attempt over all ranks, without judgement of time.
-
-    `step` is the global number the lowest rank gave it. `ranks` have something of it stored,
-    `absent` are expected ranks that have not closed it or dropped some of it, `dropped` those that
-    dropped some. At a step on which
-    nothing was due, only those ranks are expected whose script saved something.
-    """
-
-    key: StepKey
-    attempt: int
-    step: int
-    ranks: tuple[int, ...]
-    absent: tuple[int, ...]
-    layouts: frozenset[str]
-    disagreement: Disagreement | None = None
-    dropped: tuple[int, ...] = ()
-
-    @property
-    def complete(self) -> bool:
-        return not self.absent
 
 
 def expected_ranks(view: View, attempt: int) -> tuple[int, ...]:
@@ -236,120 +204,6 @@ def finished(view: View, now: float, patience: Patience = PATIENCE) -> bool:
         for attempt in view.attempts
         for report in rank_reports(view, attempt, now, patience).values()
     )
-
-
-def step_attempts(view: View, key: StepKey) -> tuple[int, ...]:
-    """Attempts that know of the step `key`, newest first."""
-    return tuple(
-        attempt
-        for attempt in sorted(view.attempts, reverse=True)
-        if view.sealed.get(attempt, NOTHING).chunk(key) is not None
-        or key in view.drop_logs.get(attempt, NO_DROPS).steps
-        or any(key in r.steps or key in r.drops for r in view.attempts[attempt].values())
-    )
-
-
-def step_facts(view: View, attempt: int, key: StepKey, expected: Iterable[int]) -> StepFacts | None:
-    """What `attempt` has of the step `key`; None when no rank knows of it."""
-    return all_step_facts(view, attempt, expected, (key,)).get(key)
-
-
-def all_step_facts(
-    view: View, attempt: int, expected: Iterable[int], keys: Iterable[StepKey] | None = None
-) -> dict[StepKey, StepFacts]:
-    """The facts of each step of `attempt` that any rank knows of, or of those among `keys`.
-
-    Of a step without recent blocks it looks at no rank: what is sealed has been looked at.
-    """
-    judge = _Judge(attempt, tuple(expected))
-    known, sealed = view.attempts.get(attempt, {}), view.sealed.get(attempt, NOTHING)
-    if keys is None:
-        log = view.drop_logs.get(attempt, NO_DROPS).steps
-        asked = view.keys(attempt).union(log, *(rank.drops for rank in known.values()))
-    else:
-        asked = {*keys}
-    # An intersection costs as much as the smaller of the two.
-    recent: set[StepKey] = set().union(*(rank.steps.keys() & asked for rank in known.values()))
-    dropped = _dropped(view, attempt, asked)
-    found: dict[StepKey, StepFacts] = {}
-    for key in asked:
-        row = row_of(key[1], view.step(attempt, key)) if key in recent else sealed.row(key)
-        if row is not None or key in dropped:
-            found[key] = judge(key, row, dropped.get(key, {}))
-    return found
-
-
-def _dropped(view: View, attempt: int, asked: set[StepKey]) -> dict[StepKey, dict[int, int]]:
-    """Of each step the ranks that dropped some of it, with the number that each gave it."""
-    found: dict[StepKey, dict[int, int]] = {}
-    log = view.drop_logs.get(attempt, NO_DROPS).steps
-    for key in log.keys() & asked:
-        of_step = found[key] = {}
-        for number, ranks in log[key]:
-            for rank in members(ranks):
-                of_step[rank] = min(of_step.get(rank, number), number)
-    for rank, known in view.attempts.get(attempt, {}).items():
-        for key in known.drops.keys() & asked:
-            number = min(drop.step for _, _, drop in known.drops[key])
-            of_step = found.setdefault(key, {})
-            of_step[rank] = min(of_step.get(rank, number), number)
-    return found
-
-
-class _Judge:
-    """Who of the expected ranks is absent from a step."""
-
-    def __init__(self, attempt: int, expected: tuple[int, ...]) -> None:
-        self._attempt, self._expected = attempt, expected
-        self._spans: Spans = spans_of(expected)
-
-    def __call__(self, key: StepKey, row: StepRow | None, drops: Mapping[int, int]) -> StepFacts:
-        """`drops`: of each rank that dropped some of the step, the number it gave it."""
-        ranks = members(row.ranks) if row is not None else ()
-        numbers = _numbers(row, drops)
-        return StepFacts(
-            key,
-            self._attempt,
-            next(iter(numbers)),
-            ranks,
-            self._absent(row, ranks, drops),
-            frozenset(row.layouts) if row is not None else frozenset(),
-            None if len(numbers) == 1 else _disagreement(self._attempt, key, numbers),
-            tuple(sorted(drops)),
-        )
-
-    def _absent(
-        self, row: StepRow | None, ranks: tuple[int, ...], drops: Mapping[int, int]
-    ) -> tuple[int, ...]:
-        if row is not None and not row.open and not drops:
-            if not row.planned or row.ranks == self._spans:
-                return ()
-            here = set(ranks)
-            return tuple(rank for rank in self._expected if rank not in here)
-        due = bool(drops) or row is None or row.planned
-        whole = {*ranks}.difference(drops, members(row.open) if row is not None else ())
-        return tuple(rank for rank in (self._expected if due else ranks) if rank not in whole)
-
-
-def _numbers(row: StepRow | None, drops: Mapping[int, int]) -> dict[int, Iterable[int]]:
-    """Global numbers in order of the lowest rank that gave them, each with its ranks."""
-    if row is not None and not drops:
-        if not row.numbers:
-            return {row.step: ()}
-        return {number: members(ranks) for number, ranks in row.numbers}
-    given: dict[int, int] = {}
-    if row is not None:
-        for number, spans in row.numbers or ((row.step, row.ranks),):
-            given.update(dict.fromkeys(members(spans), number))
-    numbers: dict[int, list[int]] = {}
-    for rank in sorted({*given, *drops}):
-        for number in dict.fromkeys(n[rank] for n in (given, drops) if rank in n):
-            numbers.setdefault(number, []).append(rank)
-    return dict(numbers)
-
-
-def _disagreement(attempt: int, key: StepKey, numbers: Mapping[int, Iterable[int]]) -> Disagreement:
-    return Disagreement(attempt, *key, {number: tuple(r) for number, r in numbers.items()})
 
 
 def missing_ranks(

@@ -22,8 +22,8 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from smdist.coordination.loading import together
 from smdist.coordination.merge import View, add
-from smdist.coordination.snapshot import together
 from smdist.errors import NoSuchRun, ObjectNotFound, TrialError
 from smdist.identity import worker_name
 from smdist.layout import Layout

@@ -20,12 +20,8 @@ from smdist.coordination.building import empty, extended
 from smdist.coordination.columns import Columns
 from smdist.coordination.commit import Lease, Standing
 from smdist.coordination.drop_log import Content, DropBatch
-from smdist.coordination.merge import View
-from smdist.coordination.sealed import Chunk
-from smdist.coordination.snapshot import (
-    POINTER_KEY,
-    Head,
-    Pointer,
+from smdist.coordination.head import POINTER_KEY, Head, Pointer
+from smdist.coordination.loading import (
     load_columns,
     load_drops,
     load_head,
@@ -33,6 +29,8 @@ from smdist.coordination.snapshot import (
     together,
     view_of,
 )
+from smdist.coordination.merge import View
+from smdist.coordination.sealed import Chunk
 from smdist.coordination.spans import members
 from smdist.errors import CorruptObject, ObjectNotFound
 from smdist.layout import Layout

@@ -1,0 +1,153 @@
+"""Snapshots out of a store: the head, and what it names."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from smdist.coordination.chunk_file import from_bytes
+from smdist.coordination.columns import Columns
+from smdist.coordination.drop_log import Content, DropBatch, DropLog, from_json
+from smdist.coordination.head import Head, Pointer, rank_view
+from smdist.coordination.layout_packs import unpack_layouts
+from smdist.coordination.merge import View
+from smdist.coordination.sealed import Chunk, Fetch, Sealed
+from smdist.errors import CorruptObject
+from smdist.layout import Layout
+from smdist.manifest import FORMAT
+
+if TYPE_CHECKING:
+    from smdist.storage.base import Store
+
+__all__ = [
+    "Loaded",
+    "load_columns",
+    "load_drops",
+    "load_head",
+    "load_layouts",
+    "load_view",
+    "together",
+    "view_of",
+]
+
+A = TypeVar("A")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    view: View
+    layouts: Mapping[str, Layout]
+    head: Head
+
+
+async def load_head(store: Store, pointer: Pointer) -> Head:
+    data = await store.get(pointer.head)
+    try:
+        head = msgspec.json.decode(data, type=Head)
+    except msgspec.DecodeError as error:
+        raise CorruptObject(store.url, pointer.head, "read", str(error)) from error
+    if head.format > FORMAT:
+        detail = f"written in format {head.format}, this smdist reads up to {FORMAT}"
+        raise CorruptObject(store.url, pointer.head, "read", detail)
+    return head
+
+
+async def load_columns(store: Store, key: str) -> Columns:
+    data = await store.get(key)
+    try:
+        return from_bytes(data)
+    except ValueError as error:
+        raise CorruptObject(store.url, key, "read", str(error)) from error
+
+
+async def load_drops(store: Store, key: str) -> Content:
+    data = await store.get(key)
+    try:
+        return from_json(data)
+    except ValueError as error:
+        raise CorruptObject(store.url, key, "read", str(error)) from error
+
+
+async def load_layouts(store: Store, head: Head, known: Iterable[str] = ()) -> dict[str, Layout]:
+    """The layouts of a head, in their order. Packs that are `known`, by key, are left out."""
+
+    async def load(key: str) -> dict[str, msgspec.Raw]:
+        data = await store.get(key)
+        try:
+            return unpack_layouts(data)
+        except msgspec.DecodeError as error:
+            raise CorruptObject(store.url, key, "read", str(error)) from error
+
+    packs = await together(load, [key for key in head.layout_packs if key not in set(known)])
+    return {
+        digest: msgspec.json.decode(text, type=Layout)
+        for texts in (*packs, head.layouts)
+        for digest, text in texts.items()
+    }
+
+
+async def load_view(store: Store, pointer: Pointer) -> Loaded:
+    """The snapshot that `pointer` names, whole: `pack` goes on from its view."""
+    head = await load_head(store, pointer)
+    keys = [ref.key for row in head.attempts for ref in row.chunks]
+    loaded = await together(partial(load_columns, store), keys)
+    columns = dict(zip(keys, loaded, strict=True))
+    batches = [ref.key for row in head.attempts for ref in row.drops]
+    drops = dict(zip(batches, await together(partial(load_drops, store), batches), strict=True))
+    view = view_of(head, lambda chunk: columns[chunk.ref.key], lambda batch: drops[batch.ref.key])
+    return Loaded(view, await load_layouts(store, head), head)
+
+
+def view_of(
+    head: Head,
+    fetch: Fetch,
+    fetch_drops: Callable[[DropBatch], Content],
+    known: Mapping[str, Chunk] | None = None,
+) -> View:
+    """The view of a head; `fetch` is asked for the columns of a chunk whenever they are needed.
+
+    `known` are chunks of an earlier view by key, to be used again.
+    """
+    known = known or {}
+    return View(
+        {
+            row.attempt: {rank.rank: rank_view(rank, head.texts) for rank in row.ranks}
+            for row in head.attempts
+        },
+        {
+            row.attempt: Sealed(
+                known.get(ref.key) or Chunk(row.attempt, ref, None, fetch) for ref in row.chunks
+            )
+            for row in head.attempts
+        },
+        {
+            row.attempt: DropLog(DropBatch(ref, None, fetch_drops) for ref in row.drops)
+            for row in head.attempts
+        },
+    )
+
+
+async def together(
+    call: Callable[[A], Awaitable[T]], items: Iterable[A], concurrency: int = 16
+) -> list[T]:
+    """`call` of every item, some at a time, results in order; the first error ends the rest."""
+    gate = asyncio.Semaphore(concurrency)
+
+    async def guarded(item: A) -> T:
+        async with gate:
+            return await call(item)
+
+    tasks = [asyncio.ensure_future(guarded(item)) for item in items]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

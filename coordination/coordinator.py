@@ -51,7 +51,7 @@ NAMESPACE = "smdist"
 # Grows when methods or what they take change in a way that an older caller cannot know.
 PROTOCOL = 1
 _REQUEST_S = 10.0
-_SETTLE_S = 30.0  # how long a question waits for a run that a new process has not read yet
+_SETTLE_S = 30.0  # how long a question waits for a run that was not read yet
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -83,7 +83,7 @@ class Whereabouts(msgspec.Struct, frozen=True):
     node: str
     since: float
     stopped: bool
-    trouble: str = ""  # why it does not watch
+    trouble: str = ""  # why it does not watch, or finds no runs
 
 
 def canonical_url(url: str) -> str:
@@ -166,7 +166,7 @@ class Coordinator:
                 self._node,
                 self._since,
                 self._stop.is_set(),
-                self._trouble,
+                self._trouble or self._watch.trouble,
             )
         )
 
@@ -187,7 +187,7 @@ class Coordinator:
         self, step: int, run: str = "", mode: str = "GLOBAL", timeout_s: float = 60.0
     ) -> bytes:
         """JSON of a StepReport; WaitTimeout."""
-        watcher = await self._watcher(run, timeout_s)
+        watcher = await self._watcher(run)
         return msgspec.json.encode(
             await watcher.wait_for_step(step, ModeKeys[mode], timeout_s=timeout_s)
         )
@@ -198,15 +198,21 @@ class Coordinator:
         with contextlib.suppress(Exception):  # whereabouts() tells it
             await asyncio.shield(self._running)
 
-    async def _watcher(self, run: str, patience_s: float = _SETTLE_S) -> Watcher:
-        """A process that has just been restarted has to find and read the run first."""
-        deadline = self._since + min(patience_s, _SETTLE_S)
+    async def _watcher(self, run: str) -> Watcher:
+        """Of a run that was just found, or resumed, nothing is known until it has been read."""
+        deadline = time.monotonic() + _SETTLE_S
         while True:
+            waiting = time.monotonic() < deadline and not self._running.done()
             try:
                 watcher = self._watch.watcher(run)
-                if watcher.state != "opening" or time.time() > deadline:
+                if not waiting or _was_read(watcher):
                     return watcher
             except NoSuchRun:
-                if time.time() > deadline or self._running.done():
+                if self._watch.looked or not waiting:
                     raise
             await asyncio.sleep(0.02)
+
+
+def _was_read(watcher: Watcher) -> bool:
+    """Or it is known why not."""
+    return watcher.state not in ("waiting", "opening") or bool(watcher.status().detail)

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -147,9 +148,9 @@ def _sweep(home: Path) -> None:
 def _spawn(home: Path) -> subprocess.Popen[bytes]:
     command = [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
-        *("--port=0", f"--ray-client-server-port={_free_port()}"),
+        *("--port=0", *_client_port()),
         *("--dashboard-agent-listen-port=0", "--include-dashboard=false"),
-        *("--disable-usage-stats", "--include-log-monitor=false", "--log-color=false"),
+        *("--disable-usage-stats", "--log-color=false"),
         # A coordinator asks for no CPU; with none, Ray keeps no idle processes for tasks.
         *("--num-cpus=0", "--num-gpus=0", f"--object-store-memory={100 << 20}"),
         f"--temp-dir={home / 'ray'}",
@@ -223,7 +224,10 @@ def _stat(pid: int) -> list[str]:
         return []
 
 
-def _free_port() -> int:
+def _client_port() -> tuple[str, ...]:
+    """Where Ray has a server for `ray://`, it would take a port that another Ray may have."""
+    if find_spec("grpc") is None:
+        return ()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        return (f"--ray-client-server-port={probe.getsockname()[1]}",)

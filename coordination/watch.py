@@ -85,6 +85,7 @@ class Watch:
         self._entries: dict[str, _Entry] = {}  # by name below the place, "" for the place itself
         self._scanning = asyncio.Semaphore(16)
         self.trouble = ""
+        self.looked = False  # for runs, at least once
 
     # -- running ---------------------------------------------------------------------------------
 
@@ -96,7 +97,7 @@ class Watch:
             try:
                 for name in await self._scan():
                     self._begin(name, stop)
-                self.trouble = ""
+                self.trouble, self.looked = "", True
             except (SmdistError, OSError) as error:
                 self.trouble = f"runs cannot be looked for: {error}"
                 pause_s = max(pause_s, _RETRY_S)

@@ -24,6 +24,7 @@ from smdist.errors import CoordinationError, SmdistError
 __all__ = ["start", "status", "stop"]
 
 _LOOK_S = 15.0  # how long `start` waits for something to tell about the runs
+_NONE_S = 3.0  # and for a first one
 _BAD = {"refused", "superseded", "failed"}
 _STYLES = {"active": "green", "lagging": "yellow", "ended": "dim", "lost": "red"}
 
@@ -37,12 +38,14 @@ def start(address: str, settings: Settings, wheel: Path | None, follow: bool) ->
             client = launcher.start(ray, settings, wheel_path=wheel)
             where = client.whereabouts()
             _print_start(console, ray, address, where)
-            runs = _first_look(client)
+            runs, trouble = _first_look(client)
             for one in runs.values():
                 console.print(_headline(one), markup=False)
-            if not runs:
+            if trouble:
+                console.print(f"trouble: {trouble}; it goes on trying", markup=False)
+            elif not runs:
                 console.print("no run there yet; it waits for the first rank", markup=False)
-            outcome.code = int(any(one.state in _BAD for one in runs.values()))
+            outcome.code = int(bool(trouble) or any(one.state in _BAD for one in runs.values()))
             if follow:
                 _follow(console, lambda: launcher.find(ray, settings.watch))
     return outcome.code
@@ -59,7 +62,10 @@ def status(address: str, watch: str, run: str, as_json: bool) -> int:
         else:
             for where, runs in answers:
                 _print_status(_console(), where, runs)
-        outcome.code = int(any(one.state in _BAD for _, runs in answers for one in runs.values()))
+        outcome.code = int(
+            any(where.trouble for where, _ in answers)
+            or any(one.state in _BAD for _, runs in answers for one in runs.values())
+        )
     return outcome.code
 
 
@@ -121,13 +127,18 @@ def _runs(client: CoordinatorClient, run: str) -> dict[str, RunStatus]:
     return {one.url: one}
 
 
-def _first_look(client: CoordinatorClient) -> dict[str, RunStatus]:
-    deadline = time.monotonic() + _LOOK_S
+def _first_look(client: CoordinatorClient) -> tuple[dict[str, RunStatus], str]:
+    """Runs, once there is something to tell about each, and what keeps it from finding some."""
+    began = time.monotonic()
     while True:
-        runs = client.runs()
-        settled = runs and all(one.state not in ("opening", "waiting") for one in runs.values())
-        if settled or time.monotonic() > deadline:
-            return runs
+        runs, trouble = client.runs(), client.whereabouts().trouble
+        waited_s = time.monotonic() - began
+        if runs:
+            settled = all(one.state not in ("opening", "waiting") for one in runs.values())
+        else:
+            settled = bool(trouble) or waited_s > _NONE_S
+        if settled or waited_s > _LOOK_S:
+            return runs, trouble
         time.sleep(0.1)
 
 
@@ -164,10 +175,8 @@ def _print_start(console: Console, ray: Attachment, address: str, where: Whereab
         "see": f"smdist coordinator status{option}",
         "stop": f"smdist coordinator stop{option} --watch {watch}",
     }
-    table = Table.grid(padding=(0, 2))
     for name, value in rows.items():
-        table.add_row(Text(name, style="dim"), Text(value, overflow="fold"))
-    console.print(table)
+        console.print(Text(f"{name:<12}", style="dim").append(value, style="default"))
 
 
 def _headline(one: RunStatus) -> str:
@@ -195,7 +204,7 @@ def _print_status(console: Console, where: Whereabouts, runs: dict[str, RunStatu
         markup=False,
     )
     if where.trouble:
-        console.print(f"it does not watch: {where.trouble}", style="red", markup=False)
+        console.print(f"trouble: {where.trouble}", style="red", markup=False)
     if not runs:
         console.print("no run there yet", markup=False)
     for one in runs.values():

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from zipfile import ZipFile
 
+import msgspec
 import numpy as np
 import pytest
 
 from smdist.coordination import wheel
+from smdist.coordination.snapshot import POINTER_KEY, Pointer, load_view
 from smdist.coordination.watcher import Watcher
 from smdist.errors import AlreadyCoordinated
 from smdist.identity import ModeKeys
-from smdist.storage import LocalStore
+from smdist.storage import LocalStore, open_store, sync
+from tests.faults.coordinator_driver import from_scratch
 from tests.run_builder import RankWriter, RunBuilder
 from tests.servers.ray_cluster import (
     Cluster,
@@ -25,8 +31,9 @@ from tests.servers.ray_cluster import (
     start_cluster,
     until,
 )
+from tests.servers.s3 import Server, aws, rclone
 
-__all__ = ["ray_cluster"]  # the fixture
+__all__ = ["aws", "ray_cluster", "rclone"]  # fixtures
 
 pytestmark = pytest.mark.ray
 
@@ -177,6 +184,62 @@ def test_the_wheel_that_was_named_is_what_runs(driver: Driver, tmp_path: Path) -
     assert began["version"] == "9.9"
     until(lambda: latest(driver, tmp_path / "run") == 2, "it works")
     ask(driver, tmp_path / "run", "stop")
+
+
+def test_a_question_outlives_the_process_that_was_asked(driver: Driver, tmp_path: Path) -> None:
+    """Ray asks again; the next process finds the run, reads it, and waits as the first one did."""
+    place = tmp_path / "run"
+    writers = job(place)
+    began = driver("start", settings=settings(place))
+    until(lambda: latest(driver, place) == 2, "the run is read")
+    write = threading.Thread(target=kill_and_write, args=(began["pid"], writers))
+    write.start()
+    report = driver(
+        "ask",
+        watch=str(place),
+        method="wait_for_step",
+        arguments={"step": 3, "timeout_s": 100.0},
+    )
+    write.join()
+    assert report["standing"] == "complete"
+    assert driver("ask", watch=str(place), method="whereabouts")["pid"] != began["pid"]
+
+
+def kill_and_write(pid: int, writers: list[RankWriter]) -> None:
+    time.sleep(0.3)  # by then the question is there, most likely; if not, nothing is wrong
+    os.kill(pid, signal.SIGKILL)
+    for writer in writers:
+        save(writer, 3)
+
+
+def test_runs_on_s3_with_shards(aws: pytest.MonkeyPatch, rclone: Server, tmp_path: Path) -> None:
+    """With the credentials that Ray was started with."""
+    url = rclone.url(rclone.make_bucket(f"ray-{tmp_path.name[-20:].replace('_', '-').lower()}"))
+    store = open_store(url)
+    run = RunBuilder(store)
+    writers = [run.rank(rank, world=5) for rank in range(5)]
+    with (
+        start_cluster() as cluster,
+        Driver(cluster.address, tmp_path / "driver.log") as driver,
+    ):
+        chosen = {"watch": url, "interval_s": 0.1, "shards": 3}
+        driver("start", settings=chosen)
+        for step in range(3):
+            for writer in writers:
+                save(writer, step)
+        until(
+            lambda: driver("ask", watch=url, method="latest_complete_step") == 2, "it is followed"
+        )
+        for writer in writers:
+            writer.end()
+        until(
+            lambda: driver("ask", watch=url, method="status")["state"] == "finished", "it has ended"
+        )
+        driver("ask", watch=url, method="stop")
+    pointer = msgspec.json.decode(sync.run(store.get(POINTER_KEY)), type=Pointer)
+    merged = sync.run(load_view(store, pointer)).view
+    assert merged.canonical() == from_scratch(store).canonical()
+    sync.run(store.close())
 
 
 # -- two for one run -----------------------------------------------------------------------------

@@ -52,6 +52,7 @@ from smdist.record import Close, Declare, Inline, Piece, TensorSpec
 from smdist.storage import LocalStore, MemoryStore, open_store, sync
 from smdist.storage.base import Buffer, Store
 from smdist.trials.catalogue import Catalogue
+from smdist.trials.reader import AT_ONCE
 from smdist.trials.trial import Trial
 
 MB = 1 << 20
@@ -349,7 +350,7 @@ def stores(kind: str) -> Iterator[tuple[Store, Store]]:
             start = {"rclone": start_rclone, "moto": start_moto}[kind]
             with start(Path(folder)) as server:
                 url = server.url(server.make_bucket("many-ranks"))
-                writing, reading = open_store(url), open_store(url)
+                writing, reading = open_store(url), open_store(url, concurrency=AT_ONCE)
                 yield writing, reading
                 sync.run(writing.close())
                 sync.run(reading.close())

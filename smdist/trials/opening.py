@@ -10,6 +10,7 @@ from smdist.coordination.membership import Patience
 from smdist.errors import ConfigurationError, NoSuchRun, TrialError
 from smdist.storage import is_remote, open_store, sync
 from smdist.trials.catalogue import Catalogue
+from smdist.trials.reader import AT_ONCE
 from smdist.trials.trial import Trial
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def create_trial(
         range_steps=_range(range_steps),
         patience=Patience(lost_after_s, lagging_after_s),
     )
-    store = open_store(text, deadline_s=_DEADLINE_S)
+    store = open_store(text, deadline_s=_DEADLINE_S, concurrency=AT_ONCE)
     deadline = time.monotonic() + wait_s
     place = text.partition("?")[0] if is_remote(text) else text
     label = name or os.path.basename(place.rstrip("/")) or text

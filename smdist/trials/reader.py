@@ -31,7 +31,17 @@ from smdist.pipeline.block import (
 from smdist.storage.base import Store
 from smdist.trials.catalogue import Found
 
-__all__ = ["GAP", "REMOTE_GAP", "Array", "Range", "Reader", "Request", "Row", "plan_reads"]
+__all__ = [
+    "AT_ONCE",
+    "GAP",
+    "REMOTE_GAP",
+    "Array",
+    "Range",
+    "Reader",
+    "Request",
+    "Row",
+    "plan_reads",
+]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Row = tuple[tuple[str, ...], Array]
@@ -43,6 +53,7 @@ GAP = 64 << 10
 REMOTE_GAP = 256 << 10  # where a request costs as much as this
 SPAN = 16 << 20
 BATCH = 128 << 20
+AT_ONCE = 64  # requests: a tensor of a thousand ranks lies in as many objects
 
 
 class Range(NamedTuple):
@@ -127,7 +138,7 @@ class Reader:
         store: Store,
         run: Run,
         *,
-        concurrency: int = 16,
+        concurrency: int = AT_ONCE,
         cache_bytes: int = 64 << 20,
         gap: int = GAP,
     ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from tests.servers.ray_cluster import Cluster, environment, free_port, start_clu
 pytestmark = pytest.mark.ray
 
 BIN = Path(sys.executable).parent
+ROOT = Path(__file__).parents[2]
 
 
 def smdist(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
@@ -151,6 +153,26 @@ def test_on_a_cluster_by_address(cluster: Cluster, tmp_path: Path) -> None:
     assert gone.returncode == 1
     assert f"no coordinator for {place}" in gone.stderr
     assert cluster.head.processes(), "a Ray that is not ours was stopped"
+
+
+def test_asked_from_python_as_the_readme_does(cluster: Cluster, tmp_path: Path) -> None:
+    place, where = tmp_path / "jobs", ("--address", cluster.address)
+    job(place / "first", steps=5)
+    well(smdist("start", *where, "--watch", str(place), "--interval", "0.1"))
+    text = (ROOT / "cluster" / "README.md").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    block = block.replace("s3://my-bucket/jobs", str(place)).replace('"auto"', repr(where[1]))
+    done = subprocess.run(
+        [sys.executable, "-c", block.replace("(100,", "(4,")],
+        env=environment(PYTHONWARNINGS="ignore"),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert well(done).splitlines() == [f"{place / 'first'} 4 []", "complete {}"]
+    well(smdist("stop", *where, "--watch", str(place)))
 
 
 def test_through_rays_client(cluster: Cluster, tmp_path: Path) -> None:

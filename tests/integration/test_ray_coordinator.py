@@ -192,6 +192,7 @@ def test_a_question_outlives_the_process_that_was_asked(driver: Driver, tmp_path
     writers = job(place)
     began = driver("start", settings=settings(place))
     until(lambda: latest(driver, place) == 2, "the run is read")
+    writer = driver("ask", watch=str(place), method="status")["writer"]
     write = threading.Thread(target=kill_and_write, args=(began["pid"], writers))
     write.start()
     report = driver(
@@ -203,6 +204,10 @@ def test_a_question_outlives_the_process_that_was_asked(driver: Driver, tmp_path
     write.join()
     assert report["standing"] == "complete"
     assert driver("ask", watch=str(place), method="whereabouts")["pid"] != began["pid"]
+    # It comes back under its name, and waits for no lease of its own.
+    again = driver("ask", watch=str(place), method="status")["writer"]
+    assert again != writer
+    assert again.rpartition("-")[0] == writer.rpartition("-")[0]
 
 
 def kill_and_write(pid: int, writers: list[RankWriter]) -> None:

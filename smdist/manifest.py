@@ -7,6 +7,7 @@
     segments/<worker>/<attempt>-<seq>-<life>.safetensors       before the manifest that names it
     manifests/<worker>/<attempt>-<seq>.json      RankManifest  the commit point of a rank
     heartbeats/<worker>/<attempt>.json           Heartbeat     every few seconds, overwritten in place
+    thinned/<worker>/<attempt>.json              Thinned       when a budget changed what is saved
     summaries/<worker>/<attempt>.json            RankSummary   after the last manifest; may be missing
 
 A rank writes only its own keys (`run.json` and `layouts/` have the same bytes whoever writes them
@@ -35,6 +36,8 @@ __all__ = [
     "Run",
     "Session",
     "StepEntry",
+    "Thinned",
+    "Thinning",
     "collections_key",
     "heartbeat_key",
     "layout_key",
@@ -42,6 +45,7 @@ __all__ = [
     "segment_key",
     "session_key",
     "summary_key",
+    "thinned_key",
 ]
 
 FORMAT = 1
@@ -179,6 +183,30 @@ class RankSummary(msgspec.Struct, frozen=True):
         )
 
 
+class Thinning(msgspec.Struct, frozen=True):
+    """From `mode_step` on one due step in `stride` is saved, `reduced`: statistics instead of raw.
+
+    `share` is how much of the training time that was expected to take.
+    """
+
+    mode: str
+    mode_step: int
+    step: int
+    stride: int
+    reduced: bool
+    share: float
+    time: float
+
+
+class Thinned(msgspec.Struct, frozen=True):
+    """What `overhead_budget` has changed in a session, in order."""
+
+    worker: str
+    attempt: int
+    budget: float
+    changes: tuple[Thinning, ...]
+
+
 class Heartbeat(msgspec.Struct, frozen=True):
     session: str
     rank: int
@@ -220,3 +248,7 @@ def heartbeat_key(worker: str, attempt: int) -> str:
 
 def summary_key(worker: str, attempt: int) -> str:
     return f"summaries/{worker}/{attempt:06d}.json"
+
+
+def thinned_key(worker: str, attempt: int) -> str:
+    return f"thinned/{worker}/{attempt:06d}.json"

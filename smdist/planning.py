@@ -30,6 +30,7 @@ from smdist.schedule import NEVER, Schedule
 __all__ = ["NEVER", "Planner", "StepPlan", "TensorPlan"]
 
 _WITHOUT_TRAINING: Final = (ModeKeys.EVAL, ModeKeys.PREDICT)
+_INSTEAD_OF_RAW: Final = frozenset({"min", "max", "mean", "std", "l2"})
 _KNOWN_NAMES: Final = frozenset(
     value for key, value in vars(CollectionKeys).items() if not key.startswith("_")
 )
@@ -49,7 +50,7 @@ class TensorPlan(msgspec.Struct, frozen=True):
 class StepPlan:
     """The tensors wanted on steps of `mode` on which exactly the collections in `due` are due."""
 
-    __slots__ = ("_plans", "_resolve", "due", "mode")
+    __slots__ = ("_plans", "_reduced", "_resolve", "due", "mode")
 
     def __init__(
         self,
@@ -60,6 +61,20 @@ class StepPlan:
         self.mode, self.due = mode, due
         self._resolve = resolve
         self._plans: dict[str, TensorPlan | None] = {}
+        self._reduced: StepPlan | None = None
+
+    @property
+    def reduced(self) -> StepPlan:
+        """The same tensors, statistics instead of raw ones; scalars stay as they are."""
+        if self._reduced is None:
+            self._reduced = StepPlan(self.mode, self.due, self._without_raw)
+        return self._reduced
+
+    def _without_raw(self, name: str, mode: ModeKeys, due: tuple[str, ...]) -> TensorPlan | None:
+        plan = self.wants(name)
+        if plan is None or not plan.raw or not SCALAR_COLLECTIONS.isdisjoint(plan.collections):
+            return plan
+        return TensorPlan(False, plan.reductions | _INSTEAD_OF_RAW, plan.collections)
 
     def wants(self, name: str) -> TensorPlan | None:
         try:
@@ -192,6 +207,10 @@ class Planner:
         due = min((s.next_due(mode_step) for _, s in self._in_mode(mode)), default=NEVER)
         self._due_spans[mode] = (mode_step, due)
         return due
+
+    def period(self, mode: ModeKeys) -> int:
+        """The least number of steps between two that are due by their interval."""
+        return min((s.save_interval for _, s in self._in_mode(mode)), default=1)
 
     def at(self, mode: ModeKeys, mode_step: int) -> StepPlan:
         last = self._last

@@ -198,6 +198,11 @@ class Capture(Generic[T]):
             pending_records=self._journal.next_ordinal - ledger.acked,
         )
 
+    @property
+    def uploader(self) -> int:
+        """The uploader's process once it has stored something, else 0."""
+        return self._ledger.uploader_pid if self._ledger.acked else 0
+
     def close(self) -> None:
         with self._lock:
             self._ended = True

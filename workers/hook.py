@@ -18,7 +18,7 @@ from smdist.config import HookConfig
 from smdist.errors import ConfigurationError, DrainTimeout
 from smdist.identity import ModeKeys
 from smdist.manifest import CollectionInfo, Collections, collections_key
-from smdist.planning import NEVER
+from smdist.planning import NEVER, StepPlan
 from smdist.workers import lifecycle
 from smdist.workers.hook_parts import HookParts
 from smdist.workers.outlet import Sink, Whereabouts
@@ -102,10 +102,13 @@ class BaseHook(HookParts[T]):
             if due == clock.mode_step:
                 clock.due = AT_ONCE  # the next step has to close this one
                 sink = self._sink()
-                if sink is not None:
-                    plan = planner.at(clock.mode, clock.mode_step)
+                plan = None if sink is None else self._thinned(sink)
+                if sink is not None and plan is not None:
                     self._recorder.begin(sink, clock.ref, plan)
                     self._begin_step()
+                elif sink is not None:
+                    clock.due = due = planner.next_due(clock.mode, clock.mode_step + 1)
+                    self._rest(due)
             else:
                 clock.due = due
                 self._rest(due)
@@ -115,6 +118,18 @@ class BaseHook(HookParts[T]):
         finally:
             if not self._outlet.probe():
                 self._retire()
+
+    def _thinned(self, sink: Sink[T]) -> StepPlan | None:
+        """What of the step that is due is captured; None: the budget has no room for it."""
+        clock, thrift = self._clock, self._thrift
+        plan = self._planner.at(clock.mode, clock.mode_step)
+        if thrift is None:
+            return plan
+        capture = self._outlet.capture
+        uploader = 0 if capture is None else capture.uploader
+        kept = thrift.choose(plan, clock.ref, self._planner.period(clock.mode), uploader)
+        thrift.tell(sink, self._outlet.session)
+        return kept
 
     def _sink(self) -> Sink[T] | None:
         """Where to save; None on a rank that does not."""

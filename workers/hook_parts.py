@@ -21,6 +21,7 @@ from smdist.workers.outlet import Outlet, Sink, Whereabouts
 from smdist.workers.recorder import Recorder
 from smdist.workers.script_values import Reading, ScriptValues
 from smdist.workers.steps import StepClock
+from smdist.workers.thrift import Thrift
 
 __all__ = ["HookParts"]
 
@@ -71,6 +72,10 @@ class HookParts(Generic[T]):
             config, where, reading.host, self._log, self._mishaps.trouble
         )
         self._recorder: Recorder[T] = Recorder(reading.describe)
+        self._thrift: Thrift | None = None
+        if config.overhead_budget is not None:
+            self._recorder.metered = True
+            self._thrift = Thrift(config.overhead_budget, lambda: self._recorder.spent_s)
         self._values = ScriptValues(reading, self._clock, self._planner, self._recorder, self._sink)
 
     def _sink(self) -> Sink[T] | None:

@@ -1,5 +1,6 @@
 """Is that process still there? Told apart from a later process that was given the same number.
 
+cpu_seconds(pid)             processor time it has used
 start_ticks(pid)             what to remember of a process besides its number
 alive(pid, ticks)            asked once
 stopped(pid)                 held by SIGSTOP or SIGTSTP
@@ -14,10 +15,15 @@ import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-__all__ = ["alive", "start_ticks", "stopped", "watching"]
+__all__ = ["alive", "cpu_seconds", "start_ticks", "stopped", "watching"]
 
 _POLL_S = 0.5
-_STATE, _START = 0, 19  # fields of /proc/<pid>/stat, counted behind the command's name
+_STATE, _USER, _SYSTEM, _START = (
+    0,
+    11,
+    12,
+    19,
+)  # fields of /proc/<pid>/stat, counted behind the command's name
 
 
 def _stat(pid: int) -> list[str] | None:
@@ -33,6 +39,14 @@ def start_ticks(pid: int) -> int:
     """When it started, in clock ticks since boot; 0 when there is no such process or no /proc."""
     fields = _stat(pid)
     return int(fields[_START]) if fields else 0
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of all its threads; 0 when there is no such process or no /proc."""
+    fields = _stat(pid)
+    if fields is None:
+        return 0.0
+    return (int(fields[_USER]) + int(fields[_SYSTEM])) / os.sysconf("SC_CLK_TCK")
 
 
 def alive(pid: int, ticks: int = 0) -> bool:

@@ -13,6 +13,7 @@ due or not.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
 
@@ -27,6 +28,7 @@ T = TypeVar("T")
 
 # Shapes that change from step to step must not fill the memory.
 _MOST_PARTS, _MOST_GROUPS = 8192, 64
+_CALL_S = 15e-6  # on the way from the framework to `put`, with cold caches
 
 Facts = tuple[str, tuple[int, ...], int]  # element type, shape, bytes
 Describe = Callable[[T], Facts]
@@ -37,6 +39,8 @@ class Recorder(Generic[T]):
         self.plan: StepPlan | None = None  # of the step being recorded
         self.ref: StepRef | None = None
         self._describe = describe
+        self.metered = False  # whether `spent_s` counts
+        self.spent_s = 0.0  # what captures took from training
         self._sink: Sink[T] | None = None
         self._at: StepRef | None = None  # where the sink's values go
         self._missing: set[Hashable] = set()
@@ -96,7 +100,12 @@ class Recorder(Generic[T]):
             return
         if self._at != ref:  # a value of another step was saved in between
             self._move(sink, ref)
-        sink.save(part, tensors)
+        if self.metered:
+            began = time.perf_counter()
+            sink.save(part, tensors)
+            self.spent_s += time.perf_counter() - began + _CALL_S
+        else:
+            sink.save(part, tensors)
 
     def save(self, sink: Sink[T], ref: StepRef, name: str, tensor: T, plan: TensorPlan) -> None:
         self._sink = sink

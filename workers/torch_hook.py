@@ -57,6 +57,7 @@ class Hook(BaseHook[Value]):
         drain_deadline_s: float | None = None,
         on_full: Literal["block", "drop"] = "block",
         on_error: Literal["warn", "raise"] = "warn",
+        overhead_budget: float | None = None,
         resume: bool = False,
         stage_gradients: Literal["local", "synced"] = "local",
         rank: int | None = None,
@@ -83,6 +84,7 @@ class Hook(BaseHook[Value]):
             drain_deadline_s=drain_deadline_s,
             on_full=on_full,
             on_error=on_error,
+            overhead_budget=overhead_budget,
             resume=resume,
             stage_gradients=stage_gradients,
         )

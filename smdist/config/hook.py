@@ -87,6 +87,7 @@ class HookConfig:
     drain_deadline_s: float | None = None
     on_full: str = "block"
     on_error: str = "warn"
+    overhead_budget: float | None = None
     resume: bool = False
     stage_gradients: str = "local"
 

@@ -84,6 +84,13 @@ def _size(key: str, value: Any) -> int:
     return integer(key, value, minimum=1)
 
 
+def _share(key: str, value: Any) -> float:
+    found = number(key, value)
+    if not 0 < found < 1:
+        raise ConfigurationError(f"{key}={value!r} must lie between 0 and 1; 0.03 is 3 %")
+    return found
+
+
 def _one_of(*allowed: str) -> Reader:
     return lambda key, value: choice(key, value, allowed)
 
@@ -109,6 +116,7 @@ _TABLE = (
     Parameter("drain_deadline_s", number, _EVERYWHERE),
     Parameter("on_full", _one_of("block", "drop"), _EVERYWHERE),
     Parameter("on_error", _one_of("warn", "raise"), _EVERYWHERE),
+    Parameter("overhead_budget", _share, _EVERYWHERE),
     Parameter("resume", boolean, _EVERYWHERE),
     Parameter("stage_gradients", _one_of("local", "synced"), _EVERYWHERE),
     # What Python says with objects, JSON says with flat keys.

@@ -25,7 +25,7 @@ import msgspec
 from smdist.coordination.loading import together
 from smdist.coordination.merge import View, add
 from smdist.errors import NoSuchRun, ObjectNotFound, TrialError
-from smdist.identity import worker_name
+from smdist.identity import worker_name, worker_rank
 from smdist.layout import Layout
 from smdist.manifest import (
     FORMAT,
@@ -36,6 +36,7 @@ from smdist.manifest import (
     RankSummary,
     Run,
     Session,
+    Thinned,
     collections_key,
     heartbeat_key,
     layout_key,
@@ -171,6 +172,14 @@ class Loader:
         await self._each(partial(self._load_layout, news), sorted(self._wanted))
         if live or not self._described:
             await self._load_collections(news)
+
+    async def thinned(self) -> list[Thinned]:
+        """In order of attempt and rank; ranks without a budget have none."""
+        news = News()
+        keys = await self._store.list("thinned/")
+        read = await self._each(partial(self._decode, news, Thinned), keys)
+        found = [one for one in read if one is not None]
+        return sorted(found, key=lambda one: (one.attempt, worker_rank(one.worker)))
 
     async def _list_sessions(self) -> list[str]:
         return [key for key in await self._store.list("sessions/") if _SESSION.fullmatch(key)]

@@ -24,6 +24,8 @@ from smdist.errors import (
     TensorUnavailable,
 )
 from smdist.identity import ModeKeys, worker_name, worker_rank
+from smdist.manifest import Thinned
+from smdist.storage import sync
 from smdist.trials.catalogue import Catalogue
 from smdist.trials.follower import Follower
 from smdist.trials.reader import Array
@@ -310,6 +312,10 @@ class Trial(Follower):
         if self._unreadable:
             found[""] = list(self._unreadable.values())
         return found
+
+    def thinned(self) -> list[Thinned]:
+        """What `overhead_budget` has left out, by attempt and rank: from which step on, how much."""
+        return sync.run(self._loader.thinned())
 
     def dropped(self) -> list[DroppedTensors]:
         """What was not saved for want of room, in order of attempt, rank and step."""

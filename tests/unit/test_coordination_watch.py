@@ -199,6 +199,17 @@ def test_a_rank_that_beats_is_alive_and_a_fresh_snapshot_says_so(bench: Bench) -
     assert after - before <= 300 / 15 + 1, "heartbeats alone make few snapshots"
 
 
+def test_ranks_that_differ_about_their_number_are_all_expected(bench: Bench) -> None:
+    bench.start(1)
+    bench.save(0)
+    bench.turn()
+    assert bench.watcher.latest_complete_step() == 0
+    bench.job.rank(1, 2, now=bench.time)
+    bench.turns(3)
+    assert bench.watcher.latest_complete_step() == -1, "what was complete is looked at again"
+    assert bench.watcher.missing(0) == {1: "lagging"}
+
+
 def test_modes_count_for_themselves(bench: Bench) -> None:
     bench.start(1)
     bench.save(0, number=0)
@@ -282,6 +293,21 @@ def test_a_finished_run_that_is_resumed_is_watched_again(bench: Bench) -> None:
     bench.turn()
     assert bench.watcher.latest_complete_step() == 1
     assert not bench.pointer().final
+
+
+def test_an_attempt_that_begins_as_the_last_one_ends_is_not_overlooked(bench: Bench) -> None:
+    old = bench.start(1)[0]
+    bench.save(0)
+    bench.turn()
+    bench.start(1, attempt=1)
+    old.end()
+    bench.watcher.hint("worker_0", 0, 1)
+    bench.turn(0.1)  # the listing of sessions is younger than that
+    assert bench.line(0).status == "ended"
+    assert bench.state == "watching"
+    bench.save(1)
+    bench.turns(3)
+    assert bench.watcher.latest_complete_step() == 1
 
 
 def test_a_rank_of_which_nothing_is_heard_ends_the_run_after_a_long_time(bench: Bench) -> None:
@@ -472,6 +498,29 @@ def test_a_backlog_is_read_in_bulk(bench: Bench) -> None:
         bench.turn(1.0)
     assert bench.watcher.latest_complete_step() == 199
     assert bench.requests.counts["get manifests"] < 400 + 100
+
+
+def test_a_manifest_that_is_written_while_its_neighbours_are_asked_for(bench: Bench) -> None:
+    bench.start(1)
+    for step in range(30):
+        bench.time += 2
+        bench.save(step)
+    late = manifest_key("worker_0", 0, 11)
+    data = bench.store.objects.pop(late)
+    found = bench.store.get
+
+    async def get(key: str, start: int = 0, stop: int | None = None) -> bytes:
+        try:
+            return await found(key, start, stop)
+        finally:
+            if key == late:
+                bench.store.objects[late] = data
+
+    bench.store.get = get  # type: ignore[method-assign]
+    bench.turns(10)
+    assert bench.watcher.latest_complete_step() == 29
+    assert bench.watcher.status().complete_steps == 30
+    assert bench.watcher.view.canonical() == from_scratch(bench.store).canonical()
 
 
 def test_a_hint_is_followed_at_once(bench: Bench) -> None:

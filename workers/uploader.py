@@ -54,7 +54,7 @@ from smdist.workers.supervisor import LEFT_BEHIND
 
 __all__ = ["Uploader", "main"]
 
-_MOST_IN_FLIGHT = 3  # batches, and no more bytes than two full ones
+_MOST_IN_FLIGHT = 4  # batches, each mostly one request; a new one only below three full ones' bytes
 _BREATH_S = 0.005  # between two looks at the journal, however often the bell rings
 _LOOK_S = 1.0  # look at least so often: parts of an open step ring no bell
 _DEADLINE_S = (
@@ -228,7 +228,7 @@ class Uploader:
             await self._sleep(committer.store, doorbell, wake_at)
 
     def _has_room(self, committer: Committer) -> bool:
-        most_bytes = 2 * self._options.segment_bytes
+        most_bytes = (_MOST_IN_FLIGHT - 1) * self._options.segment_bytes
         return committer.in_flight < _MOST_IN_FLIGHT and committer.bytes_in_flight < most_bytes
 
     def _acknowledge(self, committer: Committer, journal: JournalReader) -> None:

@@ -186,7 +186,8 @@ class S3Store:
         elif start or stop is not None:
             params["Range"] = f"bytes={start}-{'' if stop is None else stop - 1}"
         try:
-            answer = await self._call("get_object", params)
+            expected = 0 if stop is None else max(stop - start, 0)
+            answer = await self._call("get_object", params, answer_bytes=expected)
         except RequestFailed as failed:
             if failed.fault.kind == "range":
                 return b""
@@ -241,10 +242,16 @@ class S3Store:
         return self._location.name(check_key(self.url, key))
 
     async def _call(
-        self, method: str, params: dict[str, Any], body: Sequence[memoryview] = ()
+        self,
+        method: str,
+        params: dict[str, Any],
+        body: Sequence[memoryview] = (),
+        answer_bytes: int = 0,
     ) -> dict[str, Any]:
-        connection = await self._connect()
-        return await connection.call(method, {"Bucket": self._location.bucket, **params}, body=body)
+        connection, place = await self._connect(), {"Bucket": self._location.bucket}
+        return await connection.call(
+            method, {**place, **params}, body=body, answer_bytes=answer_bytes
+        )
 
     async def _connect(self) -> Connection:
         loop = asyncio.get_running_loop()

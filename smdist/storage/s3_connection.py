@@ -74,9 +74,13 @@ class Connection:
         params: dict[str, Any],
         *,
         body: Sequence[memoryview] = (),
+        answer_bytes: int = 0,
         deadline_s: float | None = None,
     ) -> dict[str, Any]:
-        """The answer of one operation, its body read (as bytes in "Body")."""
+        """The answer of one operation, its body read (as bytes in "Body").
+
+        `answer_bytes`: how large that will be at most, if it is known; it counts as under way.
+        """
         limit = self.options.deadline_s if deadline_s is None else deadline_s
         deadline, attempt, unsure = time.monotonic() + limit, 0, False
         lease: _Lease | None = None
@@ -86,7 +90,7 @@ class Connection:
             try:
                 # Newer credentials may lie in the profile, which the SDK reads once.
                 lease = await self._client(lease if stale else None)
-                answer = await self._attempt(lease, method, params, body)
+                answer = await self._attempt(lease, method, params, body, answer_bytes)
             except Exception as error:
                 fault = classify(error)
                 if fault is None:
@@ -111,10 +115,15 @@ class Connection:
     # -- one attempt -----------------------------------------------------------------------------
 
     async def _attempt(
-        self, lease: _Lease, method: str, params: dict[str, Any], views: Sequence[memoryview]
+        self,
+        lease: _Lease,
+        method: str,
+        params: dict[str, Any],
+        views: Sequence[memoryview],
+        answer_bytes: int,
     ) -> dict[str, Any]:
         body = Body(views)
-        async with self._budget.taken(len(body)), self._slots, lease.used():
+        async with self._budget.taken(len(body) + answer_bytes), self._slots, lease.used():
             self.counts.requests[method] += 1
             if len(body):
                 params = {**params, "Body": body}
@@ -228,7 +237,7 @@ async def _lease(location: S3Location, options: S3Options) -> _Lease:
 
 
 class _ByteBudget:
-    """Bytes of bodies under way, first come first served; one larger than all of it goes alone."""
+    """Bytes under way, both ways, first come first served; one larger than all of it goes alone."""
 
     def __init__(self, limit: int, counts: Counts) -> None:
         self._limit, self._counts = limit, counts

@@ -56,7 +56,7 @@ class S3Options:
     """
 
     concurrency: int = 16  # requests under way, and connections kept
-    in_flight_bytes: int = 128 << 20  # of request bodies under way
+    in_flight_bytes: int = 128 << 20  # of bodies under way: of puts, and of gets of a known range
     # From this size on. A segment of usual size is one request: in parts it would be six, and takes
     # half as much time again on the client's processor. Several segments go at once anyway.
     multipart_bytes: int = 64 << 20

@@ -24,7 +24,7 @@ from smdist.errors import (
     StoreFull,
 )
 from smdist.storage import check_writable, open_store
-from smdist.storage.s3 import S3Options, S3Store, open_s3
+from smdist.storage.s3 import S3Options, S3Statistics, S3Store, open_s3
 from tests.faults.leaks import assert_no_secret, no_leaks
 from tests.faults.proxy import (
     Answer,
@@ -151,6 +151,22 @@ def test_requests_and_bytes_under_way_are_bounded(server: Server, bucket: str) -
         assert len(await store.list()) == 9
 
     run(server.url(bucket), work, options)
+
+
+def test_bytes_of_answers_are_bounded_too(server: Server, bucket: str) -> None:
+    options = replace(PATIENT, in_flight_bytes=2 * MIB, concurrency=8)
+
+    async def work(store: S3Store) -> S3Statistics:
+        await store.put("k", [bytes(MIB)])
+        ranges = [store.get("k", 0, MIB) for _ in range(12)]
+        assert {len(data) for data in await asyncio.gather(*ranges)} == {MIB}
+        assert MIB < store.statistics().most_in_flight_bytes <= 2 * MIB
+        assert len(await store.get("k", 0, 100 * MIB)) == MIB, "larger than all goes alone"
+        return store.statistics()
+
+    found = run(server.url(bucket), work, options)
+    assert found.requests["get_object"] == 13
+    assert found.received_bytes == 13 * MIB
 
 
 def test_signed_payloads_too(rclone: Server) -> None:

@@ -435,21 +435,43 @@ def test_a_coordinator_with_nothing_to_write_is_not_taken_for_dead() -> None:
 def test_a_trial_outlives_the_chunks_that_it_has_pinned() -> None:
     store = MemoryStore()
     writers = job(store, 3, 4)
+    late = RunBuilder(store).rank(3, 4)
     merger = SnapshotWriter(store).write()
     trial = open_trial(store)
     writers[0].step(TRAIN, 3, {"late": np.ones(1)}).flush()
-    for writer in writers:
+    for step in range(4):
+        late.step(TRAIN, step, {"x": np.full(2, 99)})
+    for writer in (*writers, late):
         writer.step(TRAIN, 4, X).end()
     pinned = {key for key in store.objects if key.startswith("merged/steps/")}
     merger.write(final=True)
     assert merger.packed is not None
-    for key in pinned - merger.packed.chunks:
+    assert not pinned & merger.packed.chunks
+    for key in pinned:
         del store.objects[key]
-    assert pinned - merger.packed.chunks
     trial.dynamic_refresh = False
     for step in range(4):
-        assert trial.tensor("x").stack(step)[:, 0].tolist() == [step, step + 1, step + 2]
+        values = trial.tensor("x").stack(step, partial=True)
+        assert values[:, 0].tolist() == [step, step + 1, step + 2]
+    assert trial.steps(show_incomplete_steps=True) == [0, 1, 2, 3]
+    trial.refresh()
+    assert trial.tensor("x").stack(3).shape == (4, 2)
+
+
+def test_what_is_dropped_later_of_a_step_is_seen_in_the_next_snapshot() -> None:
+    store = MemoryStore()
+    writers = job(store, 2, 4)
+    merger = SnapshotWriter(store).write()
+    trial = open_trial(store)
     assert trial.steps() == [0, 1, 2, 3]
+    writers[1].drop(TRAIN, 0, "x").drop(TRAIN, 2, "x").flush()
+    merger.write()
+    assert merger.packed is not None
+    assert len(merger.packed.drops) == 1  # in no head
+    trial.refresh()
+    assert trial.steps() == [1, 3]
+    assert trial.missing(2) == {1: "dropped"}
+    assert [(d.worker, d.step) for d in trial.dropped()] == [("worker_1", 0), ("worker_1", 2)]
 
 
 class FlakyStore(CountingStore):

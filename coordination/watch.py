@@ -189,7 +189,7 @@ class Watch:
             except Exception as error:  # noqa: BLE001 - one run must not end the others
                 entry.watcher.set_aside("failed", f"{type(error).__name__}: {error}")
             await self._until_more(entry, stop, pause_s)
-            if not stop.is_set():
+            if entry.watcher.state in ("finished", "failed") and not stop.is_set():
                 await entry.watcher.close()
                 entry.watcher = self._make(name)
         await entry.watcher.close()

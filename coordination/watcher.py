@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from smdist.coordination.commit import Cadence, Pending, snapshot_due
+from smdist.coordination.describe import attempt_lines, latest_complete, rank_lines, waited_for
 from smdist.coordination.follow import Follow, Found, Rhythm
 from smdist.coordination.membership import (
     PATIENCE,
@@ -29,7 +29,7 @@ from smdist.coordination.membership import (
 )
 from smdist.coordination.merge import Fact, StepKey, View, add
 from smdist.coordination.snapshot import Packed, load_view, pack
-from smdist.coordination.status import AttemptLine, RankLine, RunState, RunStatus, StepReport
+from smdist.coordination.status import RunState, RunStatus, StepReport
 from smdist.coordination.steps import StepBook
 from smdist.coordination.sweep import Sweeper
 from smdist.coordination.tenure import Tenure
@@ -44,7 +44,7 @@ from smdist.errors import (
     WaitTimeout,
 )
 from smdist.identity import ModeKeys
-from smdist.manifest import FORMAT, RUN_KEY, RankManifest, Run
+from smdist.manifest import FORMAT, RUN_KEY, Heartbeat, RankManifest, Run
 from smdist.storage import open_store
 from smdist.storage.base import Store
 
@@ -104,7 +104,7 @@ class Watcher:
         self._follow = follow(self._store, self._take, now, rhythm)
         self._view, self._book = View(), StepBook()
         self._touched: dict[int, set[StepKey]] = {}
-        self._pending = Pending()
+        self._facts = self._beats = 0  # since the last snapshot
         self._packed: Packed | None = None
         self._written_at: float | None = None
         self._final = False
@@ -125,19 +125,21 @@ class Watcher:
         nothing is claimed or written then. StoreError: the store cannot be read at all.
         """
         self._run = await self._read_run()
-        self._state = "opening"
+        if self._state == "waiting":
+            self._state = "opening"
         pointer = await self._tenure.look()
         if pointer is not None and pointer.final:
             await self._load()
             found = Found()
             await self._follow.discover(found)
             if not found.sessions and not self._follow.troubles:
-                self._final, self._state = True, "finished"
+                self._final = True
+                self._become("finished", "")
                 return
         await self._tenure.begin(take_over=self._take_over)
         if self._tenure.pointer != pointer or not (pointer and pointer.final):
             await self._load()
-        self._state = "watching"
+        self._become("watching", "")
         with contextlib.suppress(SmdistError, OSError):  # a courtesy each
             await self._sweeper.inherit(self._tenure.pointer)
             if self._inbox is not None:
@@ -182,10 +184,10 @@ class Watcher:
             if self._state != "watching":
                 return False
             try:
-                self._fold(await self._poll())
+                await self._poll()
                 written = await self._write()
             except Superseded as error:
-                self._end("superseded", str(error))
+                self._become("superseded", str(error))
                 raise
             except (SmdistError, OSError) as error:
                 self._failures += 1
@@ -194,17 +196,18 @@ class Watcher:
             self._failures = self._failures + 1 if self._follow.failing else 0
             return written
 
-    async def _poll(self) -> Found:
-        """What is new. A backlog takes a while, and the lease is to be held meanwhile."""
+    async def _poll(self) -> None:
+        """Read and fold what is new. A backlog takes a while; the lease is to be held meanwhile."""
         polling = asyncio.ensure_future(self._follow.poll())
         try:
             while not (await asyncio.wait([polling], timeout=self._cadence.renew_s))[0]:
                 await self._tenure.renew()
-            return polling.result()
+            self._facts += polling.result().layouts
         finally:
             if not polling.done():
                 polling.cancel()
                 await asyncio.wait([polling])
+            self._fold()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Turns until stopped, superseded (raises), or the run is finished and that is written."""
@@ -216,6 +219,7 @@ class Watcher:
     async def _pause(self, stop: asyncio.Event) -> None:
         interval_s = self._cadence.interval_s
         wait_s = min(max(self._follow.next_due() - self._now(), _BREATH_S), interval_s)
+        wait_s = min(wait_s, self._cadence.renew_s)
         if self._failures:
             wait_s = min(interval_s * 2.0 ** min(self._failures, 16), _MOST_PAUSE_S)
         else:
@@ -232,7 +236,7 @@ class Watcher:
 
     def set_aside(self, state: RunState, detail: str) -> None:
         """For its owner: why it could not be opened."""
-        self._end(state, detail)
+        self._become(state, detail)
 
     async def resumed(self) -> bool:
         """Whether ranks have started that were not there when the run had finished."""
@@ -246,7 +250,7 @@ class Watcher:
             if self._state in ("watching", "opening"):
                 with contextlib.suppress(SmdistError, OSError):
                     await self._leave()
-                self._end("stopped", "it was told to")
+                self._become("stopped", "it was told to")
             if self._own:
                 await self._store.close()
 
@@ -256,7 +260,7 @@ class Watcher:
         if self._tenure.epoch:
             await self._tenure.release()
 
-    def _end(self, state: RunState, detail: str) -> None:
+    def _become(self, state: RunState, detail: str) -> None:
         self._state, self._detail = state, detail
         self._tell()
 
@@ -265,18 +269,18 @@ class Watcher:
     def _take(self, fact: Fact) -> None:
         add(self._view, fact)
         touched = self._touched.setdefault(fact.attempt, set())
+        if isinstance(fact, Heartbeat):
+            self._beats += 1
+            return
+        self._facts += 1
         if isinstance(fact, RankManifest):
             self._manifests += 1
             touched.update((entry.mode, entry.mode_step) for entry in fact.steps)
             touched.update((drop.mode, drop.mode_step) for drop in fact.dropped)
 
-    def _fold(self, found: Found) -> None:
+    def _fold(self) -> None:
         touched, self._touched = self._touched, {}
         self._book.update(self._view, touched)
-        pending = self._pending
-        self._pending = Pending(
-            pending.facts + found.facts, pending.beats + found.beats, self._has_ended()
-        )
         self._tell()
 
     def _tell(self) -> None:
@@ -303,11 +307,12 @@ class Watcher:
 
     async def _write(self) -> bool:
         now, tenure = self._now(), self._tenure
-        if not snapshot_due(self._pending, self._written_at, now, self._cadence):
+        final = self._has_ended()
+        pending = Pending(self._facts, self._beats, final)
+        if not snapshot_due(pending, self._written_at, now, self._cadence):
             await tenure.renew()
             return False
         assert self._run is not None
-        final = self._pending.final
         packed = pack(
             self._view,
             self._packed,
@@ -323,12 +328,13 @@ class Watcher:
         )
         await tenure.publish(packed)
         self._packed, self._view, self._written_at = packed, packed.view, now
-        self._pending, self._trouble, self._final = Pending(), "", final
+        self._facts, self._beats = 0, 0
+        self._trouble, self._final = "", final
         await self._sweeper.published(packed)
         if final:
             with contextlib.suppress(SmdistError, OSError):
                 await self._leave()
-            self._end("finished", "")
+            self._become("finished", "")
         return True
 
     # -- questions -------------------------------------------------------------------------------
@@ -388,16 +394,14 @@ class Watcher:
                 raise CoordinationError(f"{self.url} is not watched any more: {self._detail}")
             left_s = deadline - loop.time()
             if left_s <= 0:
-                raise WaitTimeout(
-                    f"{self.url}: {_waited_for(report, self.latest_complete_step(mode))}"
-                )
+                latest = self.latest_complete_step(mode)
+                raise WaitTimeout(f"{self.url}: {waited_for(report, latest)}")
             # Time alone changes the answer too: a rank is given up.
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(news.wait(), min(left_s, 1.0))
 
     def status(self) -> RunStatus:
         reports, pointer, book = self._reports(), self._tenure.pointer, self._book
-        newest = reports[max(reports)] if reports else {}
         troubles = [self._trouble] if self._trouble else []
         troubles += list(self._follow.troubles.values())[:_MOST_TROUBLES]
         return RunStatus(
@@ -411,12 +415,9 @@ class Watcher:
             number=pointer.number if pointer else 0,
             snapshot_time=pointer.time if pointer else 0.0,
             final=self._final,
-            attempts=tuple(_attempt(self._view, a, reports[a]) for a in reports),
-            ranks=tuple(_line(report) for report in newest.values()),
-            latest_complete={
-                mode.name: book.latest_complete(mode)
-                for mode in dict.fromkeys([*book.modes, GLOBAL])
-            },
+            attempts=attempt_lines(self._view, reports),
+            ranks=rank_lines(reports),
+            latest_complete=latest_complete(book),
             last_step=book.last_step,
             steps=len(book),
             complete_steps=book.complete,
@@ -424,29 +425,3 @@ class Watcher:
             hints=self._follow.hints,
             troubles=tuple(troubles),
         )
-
-
-def _attempt(view: View, attempt: int, reports: dict[int, RankReport]) -> AttemptLine:
-    counts = Counter(str(report.status) for report in reports.values())
-    return AttemptLine(attempt, len(expected_ranks(view, attempt)), dict(counts))
-
-
-def _line(report: RankReport) -> RankLine:
-    return RankLine(
-        report.rank,
-        str(report.status),
-        report.step,
-        report.behind_steps,
-        report.behind_s,
-        report.last_seen,
-        report.reason,
-    )
-
-
-def _waited_for(report: StepReport, latest: int) -> str:
-    text = f"step {report.step} of mode {report.mode} is not complete in time"
-    some = [f"rank {rank} ({why})" for rank, why in report.missing.items()]
-    if some:
-        more = f" and {len(some) - 8} more" if len(some) > 8 else ""
-        text += f"; missing: {', '.join(some[:8])}{more}"
-    return f"{text}; the latest complete step is {latest}"

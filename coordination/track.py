@@ -1,0 +1,111 @@
+"""When a rank is asked for its next manifest. Pure: `now` is passed in.
+
+Three clocks meet here: ours, the rank's (its manifests and heartbeats carry times), and the rhythm
+in which the rank has written so far.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from smdist.identity import worker_name
+from smdist.manifest import RankManifest, manifest_key
+
+if TYPE_CHECKING:
+    from smdist.coordination.merge import RankView
+
+__all__ = ["Rhythm", "Track", "track_of"]
+
+
+@dataclass(frozen=True)
+class Rhythm:
+    """How often things are asked for, in seconds."""
+
+    interval_s: float = 1.0  # a rank that writes, at the most
+    expect_s: float = 10.0  # a rank that writes, at the least, however seldom it does
+    most_s: float = 30.0  # a silent rank, at the least
+    beat_s: float = 15.0  # the heartbeat of a rank that wrote nothing for that long
+    discover_s: float = 5.0  # the listing of sessions, once the job runs
+    seek_s: float = 60.0  # the manifests of a rank that seems to have a gap
+    young_s: float = 60.0  # how long after a change of ranks more are expected
+
+
+@dataclass
+class Track:
+    """How far the manifests of one rank in one attempt were read."""
+
+    attempt: int
+    rank: int
+    seq: int = 0  # the next one
+    final: bool = False
+    written_at: float = 0.0  # the newest one, by its writer's clock
+    gaps: tuple[float, ...] = ()  # between the last few
+    heard_at: float = 0.0  # by our clock
+    beaten_at: float = 0.0  # the newest heartbeat, by its writer's clock
+    seen_at: float = 0.0  # newest sign of life, by its writer's clock
+    due_at: float = 0.0
+    beat_due_at: float = 0.0
+    seek_due_at: float = 0.0
+    seek_s: float = 0.0
+    window: int = 1
+    failures: int = 0
+    hinted: int = -1  # a manifest that is said to be there
+    torn: bool = False  # the next one is there and makes no sense
+    farewell: bool = False  # it is final, and its last heartbeat was read
+
+    @property
+    def worker(self) -> str:
+        return worker_name(self.rank)
+
+    def key(self, seq: int) -> str:
+        return manifest_key(self.worker, self.attempt, seq)
+
+    def took(self, manifest: RankManifest, now: float) -> None:
+        self.seq = manifest.seq + 1
+        if self.written_at:
+            self.gaps = (*self.gaps[-2:], max(0.0, manifest.time - self.written_at))
+        self.written_at, self.heard_at = manifest.time, now
+        self.seen_at = max(self.seen_at, manifest.time)
+        self.final = manifest.state != "active"
+        self.torn, self.failures = False, 0
+
+    def expected_at(self, now: float, most_s: float) -> float:
+        """When the next manifest is to be expected; clocks of two machines differ.
+
+        By the shortest of the last few gaps: a pause of the job says nothing of what follows it.
+        """
+        gap_s = min(min(self.gaps, default=0.0), most_s)
+        return min(max(self.written_at + gap_s, now), now + gap_s)
+
+    def after_success(self, now: float, rhythm: Rhythm) -> None:
+        expected_at = self.expected_at(now, rhythm.expect_s)
+        self.due_at = max(expected_at, now + rhythm.interval_s)
+
+    def after_miss(self, now: float, rhythm: Rhythm) -> None:
+        gap_s = min(self.gaps, default=0.0)
+        wait_s, most_s = max(now - self.heard_at, gap_s) / 8, rhythm.most_s
+        if now < self.written_at + gap_s:  # it was asked before its time
+            wait_s, most_s = self.written_at + gap_s - now, rhythm.expect_s
+        self.window = 1
+        self.due_at = now + min(max(wait_s, rhythm.interval_s), most_s)
+
+    def after_failure(self, now: float, rhythm: Rhythm) -> None:
+        self.failures += 1
+        self.due_at = now + min(rhythm.interval_s * 2.0 ** min(self.failures, 16), rhythm.most_s)
+
+
+def track_of(attempt: int, rank: int, known: RankView, now: float) -> Track:
+    """Behind what is known of the rank."""
+    track = Track(attempt, rank, heard_at=now)
+    if known.seen:
+        track.seq = known.seen[-1][1]
+    if known.head is not None:
+        track.written_at = track.seen_at = known.head.time
+        track.final = known.head.state != "active"
+    if known.heartbeat is not None:
+        track.beaten_at = known.heartbeat.time
+        track.seen_at = max(track.seen_at, track.beaten_at)
+    if known.session is not None:
+        track.seen_at = max(track.seen_at, known.session.started)
+    return track

@@ -71,13 +71,30 @@ def run(measurement: Measurement, options: Sequence[str]) -> list[Row]:
     command = [sys.executable, "-m", module, *measurement.arguments, *options]
     made = subprocess.run(command, check=False, stdout=subprocess.PIPE)
     if made.returncode:
-        return [Row(measurement.name, None, "", note=f"it ended with {made.returncode}")]
-    return msgspec.json.decode(made.stdout.splitlines()[-1], type=list[Row])
+        found = [Row(measurement.name, None, "", note=f"it ended with {made.returncode}")]
+    else:
+        found = msgspec.json.decode(made.stdout.splitlines()[-1], type=list[Row])
+    return [msgspec.structs.replace(row, measurement=measurement.name) for row in found]
 
 
-def write(about: dict[str, str], rows: list[Row]) -> None:
+def merge(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
+    """`new`, and of `old` what was not measured again, in the order of the measurements."""
+    names = [each.name for each in MEASUREMENTS]
+    again = {row.measurement for row in new}
+    kept = [row for row in old if row.measurement in names and row.measurement not in again]
+    return sorted([*kept, *new], key=lambda row: names.index(row.measurement))
+
+
+def write(about: dict[str, str], new: Sequence[Row]) -> None:
+    old = msgspec.json.decode(ROWS.read_bytes(), type=list[Row]) if ROWS.exists() else []
+    rows = merge(old, new)
+    if len(rows) > len(new):
+        about = about | {"repeats": f"{about['repeats']}; other rows are of runs before that"}
     lines = [f"- {key}: {value}" for key, value in about.items()]
-    section = "\n".join([*lines, "", markdown(rows), ""])
+    shown = [f"![Step time with capture over without]({PICTURE.name})", ""]
+    if not any(row.group for row in rows):
+        shown = []
+    section = "\n".join([*lines, "", *shown, markdown(rows), ""])
     PAGE.write_text(_MEASURED.sub(lambda m: m[1] + section + m[2], PAGE.read_text()))
     ROWS.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=1) + b"\n")
     caption = f"Dashed: the bar. Whiskers: all rounds. {about['processor']}; {about['versions']}"
@@ -93,7 +110,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="steps per repeat; steps of the run of a trial")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="of capture_cost")
     parser.add_argument("--out", help="folder to store runs in; default: where temporary files go")
-    parser.add_argument("--write", action="store_true", help=f"put it into {PAGE} and {PICTURE}")
+    parser.add_argument(
+        "--write",
+        action=argparse.BooleanOptionalAction,
+        help=f"put it into {PAGE} and {PICTURE}, where rows of what was not measured this time stay; "
+        "default: if everything was measured, and not QUICK",
+    )
     given = parser.parse_args()
     quick = os.environ.get("QUICK", "") not in ("", "0")
     selected = [
@@ -117,7 +139,8 @@ def main() -> None:
         "repeats": f"{rounds} rounds, {time.monotonic() - begun:.0f} s in all",
     }
     print("\n".join(f"{key}: {value}" for key, value in about.items()), "", plain(rows), sep="\n")
-    if given.write:
+    complete = len(selected) == len(MEASUREMENTS) and not quick
+    if given.write if given.write is not None else complete:
         write(about, rows)
 
 

@@ -93,12 +93,14 @@ class Worker:
 
     def end(self) -> None:
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         try:
             self._process.stdin.close()
             self._process.wait(60)
         except (BrokenPipeError, subprocess.TimeoutExpired):
             self._process.kill()
             self._process.wait()
+        self._process.stdout.close()
 
     def _failed(self, what: str) -> Failed:
         end = self._log.read_text(errors="replace").strip().splitlines()[-12:]

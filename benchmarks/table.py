@@ -21,6 +21,7 @@ class Row(msgspec.Struct, frozen=True):
     spread: tuple[float, float] | None = None  # lowest and highest of the rounds
     group: str = ""  # rows of one group are drawn together,
     label: str = ""  # each by its label
+    measurement: str = ""  # that it is of
 
     @property
     def verdict(self) -> str:

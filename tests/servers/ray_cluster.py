@@ -35,6 +35,14 @@ __all__ = [
     "until",
 ]
 
+# Ends with the tests, also when those are killed.
+START = """
+import ctypes, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+from ray.scripts.scripts import main
+sys.argv[0] = "ray"
+main()
+"""
 DRIVER = Path(__file__).with_name("ray_driver.py")
 
 
@@ -72,7 +80,7 @@ class Node:
         folder.mkdir(parents=True)
         self.folder = folder
         self.log = folder / "log"
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
+        command = [sys.executable, "-c", START, "start", "--block"]
         command += ["--disable-usage-stats", "--log-color=false", "--include-log-monitor=false"]
         command += [f"--temp-dir={folder}", f"--object-store-memory={80 << 20}"]
         command += [f"--dashboard-agent-listen-port={free_port()}", *flags]

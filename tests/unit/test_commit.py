@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from smdist.errors import ObjectExists, StoreError
+from smdist.errors import ObjectExists, StoreError, StoreForbidden
 from smdist.manifest import (
     RankManifest,
     Session,
@@ -25,7 +25,7 @@ from smdist.storage import Buffer, MemoryStore
 from smdist.workers.batch import Batch, nothing
 from smdist.workers.commit import Committer, Ending, ResumePoint, resume_point
 from smdist.workers.ledger import Ledger
-from smdist.workers.patience import Conflict, Patience
+from smdist.workers.patience import Conflict, GaveUp, Patience
 
 SESSION = Session("mine", 0, 1, 0, "all", 0.0, "host", 1, "")
 
@@ -133,6 +133,35 @@ def test_a_manifest_of_somebody_else_is_not_replaced(ledger: Ledger) -> None:
 
     assert asyncio.run(scenario()) == manifest(0, 7)
     assert ledger.acked == 0
+
+
+@pytest.mark.parametrize("kind", [StoreError, StoreForbidden])
+def test_a_successor_that_cannot_look_again_goes_on(ledger: Ledger, kind: type[StoreError]) -> None:
+    """Looking whether a late manifest of its predecessor replaced its own is a courtesy at first."""
+
+    class Blind(Watched):
+        async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+            raise kind(self.url, key, "get", "not now")
+
+        async def list(self, prefix: str = "", *, after: str = "") -> Sequence[str]:
+            raise kind(self.url, prefix, "list", "not now")
+
+    async def scenario() -> None:
+        patience = Patience(ledger, lambda _text: None, lambda: 0)
+        patience.give_up_after(0.0)
+        start = ResumePoint(0, 0, None)
+        work = Committer(Blind(), SESSION, ledger, patience, start, succeeds=True)
+        for seq in range(3):
+            work.launch(make_batch(seq, 5 * seq, 5 * seq + 5), None, lambda: None)
+        await turn_until(lambda: ledger.acked == 15)
+        await turn_until(lambda: len(work.finished()) == 3 or not work.in_flight)
+        if kind is StoreForbidden:
+            await work.confirm()
+        else:
+            with pytest.raises(GaveUp):  # before the spool is removed it has to be sure
+                await work.confirm()
+
+    asyncio.run(scenario())
 
 
 def test_closing_gives_up_what_is_on_its_way(ledger: Ledger) -> None:

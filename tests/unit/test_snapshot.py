@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from smdist.coordination import sealed, snapshot
+from smdist.coordination.columns import fits
 from smdist.coordination.membership import (
     Disagreement,
     StepFacts,
@@ -16,7 +17,7 @@ from smdist.coordination.membership import (
     expected_ranks,
 )
 from smdist.coordination.merge import Fact, StepKey, View, add, fold, merge
-from smdist.coordination.snapshot import Packed, load_view, pack
+from smdist.coordination.snapshot import Packed, compacted, load_view, pack
 from smdist.coordination.step_rows import row_of, rows_of, runs_of
 from smdist.errors import CorruptObject
 from smdist.manifest import Dropped, RankManifest, StepEntry, segment_key
@@ -31,7 +32,9 @@ def _few_drops_in_a_head() -> Iterator[None]:
         yield
 
 
-small_chunks = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+small_chunks = settings(
+    max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 @pytest.fixture
@@ -283,3 +286,26 @@ def test_drops_are_written_once_and_a_head_of_many_stays_small() -> None:
     assert not any(known.drops for _, _, known in view.ranks())
     assert len(view.drops(0, 3)) == 50
     assert all_step_facts(view, 0, range(8))[1, 7].dropped == tuple(range(8))
+
+
+@small_chunks
+@given(many_steps, many_steps, many_steps)
+def test_what_was_compacted_is_put_with_the_next_snapshot(
+    tiny: None, a: list[Fact], b: list[Fact], c: list[Fact]
+) -> None:
+    store = MemoryStore()
+    first = packed_of(fold(a), None, 1)
+    put(store, first)
+    view = first.view
+    for number, bit in enumerate([b, c]):
+        for fact in bit:
+            add(view, fact)
+        view = compacted(view, epoch=1, number=2 + number, writer="w")
+        assert all(
+            all(map(fits, blocks)) is False
+            for _, _, k in view.ranks()
+            for blocks in k.steps.values()
+        )
+    packed = packed_of(view, first, 9)
+    put(store, packed)
+    assert loaded(store, packed).canonical() == fold([*a, *b, *c]).canonical()

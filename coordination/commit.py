@@ -41,6 +41,7 @@ __all__ = [
     "free_in_s",
     "greater",
     "greatest",
+    "outdated",
     "overtaken",
     "safe_writer",
     "snapshot_due",
@@ -50,6 +51,7 @@ CLAIMS = "merged/claims/"
 LEASES = "merged/leases/"
 
 _CLAIM = re.compile(r"merged/claims/(\d{6,})-([A-Za-z0-9_-]+)\.json")
+_KEPT_EPOCHS = 16
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]+")
 
 
@@ -109,6 +111,12 @@ def greatest(keys: Iterable[str]) -> Standing | None:
     return max(
         (Standing(int(m[1]), m[2]) for key in keys if (m := _CLAIM.fullmatch(key))), default=None
     )
+
+
+def outdated(mine: Standing, keys: Iterable[str]) -> list[Standing]:
+    """Claims so old that nobody needs them: who made one finds a greater one, ours among others."""
+    found = (Standing(int(m[1]), m[2]) for key in keys if (m := _CLAIM.fullmatch(key)))
+    return sorted(one for one in found if one.epoch < mine.epoch - _KEPT_EPOCHS)
 
 
 def overtaken(mine: Standing, keys: Iterable[str]) -> Standing | None:

@@ -337,7 +337,8 @@ class Follow:
     def _stuck(self, track: Track) -> bool:
         """Whether its manifests may have a gap, which asking for the next one never passes."""
         now = self.now()
-        silent = now - track.heard_at >= self.rhythm.seek_s
+        usual_s = 2 * max(track.gaps, default=0.0)
+        silent = now - track.heard_at >= max(self.rhythm.seek_s, usual_s)
         return not track.final and now >= track.seek_due_at and (track.torn or silent)
 
     async def _seek(self, track: Track, found: Found) -> None:

@@ -27,11 +27,12 @@ from smdist.coordination.commit import (
     free_in_s,
     greater,
     greatest,
+    outdated,
     overtaken,
     safe_writer,
 )
 from smdist.coordination.snapshot import POINTER_KEY, Packed, Pointer
-from smdist.errors import AlreadyCoordinated, ObjectNotFound, Superseded
+from smdist.errors import AlreadyCoordinated, ObjectNotFound, SmdistError, Superseded
 from smdist.storage.base import Store
 
 __all__ = ["Tenure"]
@@ -78,7 +79,8 @@ class Tenure:
         standing = Standing(max(epochs) + 1, self.writer)
         while True:
             await self._claim(standing)
-            verdict = after_claim(standing, await self._store.list(CLAIMS))
+            claims = await self._store.list(CLAIMS)
+            verdict = after_claim(standing, claims)
             if verdict.lost is not None:
                 raise await self._lost_to(verdict.lost)
             if verdict.again is None:
@@ -89,6 +91,10 @@ class Tenure:
         await self.look()
         self.number = self.pointer.number if self.pointer else 0
         await self._speak()
+        with contextlib.suppress(SmdistError, OSError):
+            for old in outdated(standing, claims)[:_AT_ONCE]:
+                await self._store.delete(old.lease_key)
+                await self._store.delete(old.claim_key)
 
     def _refuse_if_held(self, claim: Claim, lease: Lease | None) -> None:
         left_s = free_in_s(claim, lease, self._now())

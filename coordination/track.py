@@ -68,7 +68,7 @@ class Track:
         self.written_at, self.heard_at = manifest.time, now
         self.seen_at = max(self.seen_at, manifest.time)
         self.final = manifest.state != "active"
-        self.torn, self.failures = False, 0
+        self.torn, self.failures, self.seek_s = False, 0, 0.0
 
     def expected_at(self, now: float, most_s: float) -> float:
         """When the next manifest is to be expected; clocks of two machines differ.
@@ -84,9 +84,10 @@ class Track:
 
     def after_miss(self, now: float, rhythm: Rhythm) -> None:
         gap_s = min(self.gaps, default=0.0)
-        wait_s, most_s = max(now - self.heard_at, gap_s) / 8, rhythm.most_s
-        if now < self.written_at + gap_s:  # it was asked before its time
-            wait_s, most_s = self.written_at + gap_s - now, rhythm.expect_s
+        silence = now - self.heard_at
+        wait_s, most_s = max(silence, gap_s) / 8, rhythm.most_s
+        if now < self.written_at + gap_s:  # it was asked before its time, in case it writes faster
+            wait_s, most_s = self.written_at + gap_s - now, max(rhythm.expect_s, silence)
         self.window = 1
         self.due_at = now + min(max(wait_s, rhythm.interval_s), most_s)
 

@@ -246,6 +246,27 @@ def test_claims_that_somebody_removed_do_not_take_epochs_back(store: Store, cloc
     asyncio.run(act())
 
 
+def test_a_coordinator_that_is_restarted_for_ever_leaves_few_claims(
+    store: Store, clock: Clock
+) -> None:
+    save(job(store, clock), 0)
+
+    async def act() -> None:
+        first = watcher(store, clock, writer="actor")
+        await first.open()
+        for _ in range(40):
+            one = watcher(store, clock, writer="actor")
+            await one.open()
+            await one.turn()
+        assert len(await store.list("merged/claims/")) < 20
+        assert len(await store.list("merged/leases/")) < 20
+        assert (await pointer(store)).epoch == 41
+        with pytest.raises(Superseded):
+            await first.turn()
+
+    asyncio.run(act())
+
+
 # -- at the same moment, on real servers -----------------------------------------------------------
 
 

@@ -28,7 +28,7 @@ from smdist.coordination.membership import (
     rank_reports,
 )
 from smdist.coordination.merge import Fact, StepKey, View, add
-from smdist.coordination.snapshot import Packed, load_view, pack
+from smdist.coordination.snapshot import Packed, compacted, load_view, pack
 from smdist.coordination.status import RunState, RunStatus, StepReport
 from smdist.coordination.steps import StepBook
 from smdist.coordination.sweep import Sweeper
@@ -60,6 +60,7 @@ _REQUEST_S = 10.0  # for one request and its retries: what fails is seen, and tr
 _BREATH_S = 0.05  # between two turns, however many hints come
 _MOST_PAUSE_S = 30.0
 _MOST_TROUBLES = 20
+_MOST_LOOSE = 100_000
 _GIVE_UP = 10.0  # times `lost_after_s`: a run of which nothing was heard for so long has ended
 
 FollowWith = Callable[[Store, Callable[[Fact], None], Callable[[], float], Rhythm], Follow]
@@ -105,6 +106,7 @@ class Watcher:
         self._view, self._book = View(), StepBook()
         self._touched: dict[int, set[StepKey]] = {}
         self._facts = self._beats = 0  # since the last snapshot
+        self._loose = 0  # entries that are not in columns yet
         self._packed: Packed | None = None
         self._written_at: float | None = None
         self._final = False
@@ -275,8 +277,19 @@ class Watcher:
         self._facts += 1
         if isinstance(fact, RankManifest):
             self._manifests += 1
+            self._loose += len(fact.steps)
             touched.update((entry.mode, entry.mode_step) for entry in fact.steps)
             touched.update((drop.mode, drop.mode_step) for drop in fact.dropped)
+            if self._loose >= _MOST_LOOSE:
+                self._compact()
+
+    def _compact(self) -> None:
+        """A backlog is read faster than snapshots are written, or none can be written."""
+        tenure = self._tenure
+        self._view = compacted(
+            self._view, epoch=tenure.epoch, number=tenure.next_number(), writer=tenure.writer
+        )
+        self._loose = 0
 
     def _fold(self) -> None:
         touched, self._touched = self._touched, {}
@@ -328,7 +341,7 @@ class Watcher:
         )
         await tenure.publish(packed)
         self._packed, self._view, self._written_at = packed, packed.view, now
-        self._facts, self._beats = 0, 0
+        self._facts = self._beats = self._loose = 0
         self._trouble, self._final = "", final
         await self._sweeper.published(packed)
         if final:

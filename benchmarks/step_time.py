@@ -233,7 +233,7 @@ def s3_rate(rounds: int, steps: int, out: str | None) -> list[Row]:
                 run = f"{i}-{number}"
                 visits[wanted].append(visit(found["smdist"], case, place, run, wanted))
     what = f"highest rate under {RATE_BAR} x, every step, MLP of 6 M, loopback S3"
-    best, points = None, []
+    best, points = 0.0, []
     for made in visits.values():
         stored = median([one.stored for one in made]) / (case.warm_up + case.steps)
         rate = stored / MB / (median([_mean(one.captured) for one in made]) / 1e3)
@@ -241,7 +241,7 @@ def s3_rate(rounds: int, steps: int, out: str | None) -> list[Row]:
         server = median([one.server for one in made])
         points.append(f"{rate:.0f} MB/s: {ratio:.3f} x, server {server:.0%} of all processors")
         if ratio < RATE_BAR:
-            best = max(best or 0.0, rate)
+            best = max(best, rate)
     return [Row(what, best, "MB/s", note="; ".join(points))]
 
 

@@ -71,7 +71,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-# Where, how, and how many are killed: 72 in all. An uploader to a bucket loads an SDK first, so fewer
+# Where, how, and how many are killed: 68 in all. An uploader to a bucket loads an SDK first, so fewer
 # of these are started at once.
 CASES = [
     *(("directory", kind, 9) for kind in KINDS),

@@ -72,6 +72,6 @@ def markdown(rows: Sequence[Row]) -> str:
     lines = [
         _HEAD,
         ("---", "---:", "---:", "---:", "---:", "---", "---"),
-        *(row.cells() for row in rows),
+        *([cell.replace("|", "/") for cell in row.cells()] for row in rows),
     ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

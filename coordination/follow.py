@@ -251,12 +251,12 @@ class Follow:
     # -- one rank --------------------------------------------------------------------------------
 
     async def _read(self, track: Track, found: Found) -> None:
-        before = found.manifests
-        if before >= _MOST_IN_POLL:
+        if found.manifests >= _MOST_IN_POLL:
             return
+        first = track.seq
         try:
             while await self._window(track, found):
-                if track.final or found.manifests - before >= _MOST_AT_ONCE:
+                if track.final or track.seq - first >= _MOST_AT_ONCE:
                     break
         except (SmdistError, OSError) as error:
             self.troubles[track.key(0)] = f"{track.worker} cannot be read: {error}"

@@ -490,14 +490,14 @@ def test_a_restart_reads_only_what_is_new() -> None:
 
 
 def test_a_backlog_is_read_in_bulk(bench: Bench) -> None:
-    bench.start(2)
-    for step in range(200):
+    ranks, steps = 10, 60
+    bench.start(ranks)
+    for step in range(steps):
         bench.time += 2
         bench.save(step)
-    for _ in range(6):
-        bench.turn(1.0)
-    assert bench.watcher.latest_complete_step() == 199
-    assert bench.requests.counts["get manifests"] < 400 + 100
+    bench.turn(1.0)
+    assert bench.watcher.latest_complete_step() == steps - 1
+    assert bench.requests.counts["get manifests"] < ranks * (steps + 16)
 
 
 def test_a_manifest_that_is_written_while_its_neighbours_are_asked_for(bench: Bench) -> None:

@@ -19,6 +19,7 @@ import logging
 import os
 import socket
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,19 @@ import msgspec
 
 from smdist.coordination import local_ray, wheel
 from smdist.coordination.client import CoordinatorClient
-from smdist.coordination.coordinator import NAMESPACE, Coordinator, Settings, actor_name
+from smdist.coordination.coordinator import (
+    NAMESPACE,
+    Coordinator,
+    Settings,
+    Whereabouts,
+    actor_name,
+    canonical_url,
+)
 from smdist.errors import ConfigurationError, CoordinationError
 
 __all__ = ["Attachment", "attach", "coordinators", "find", "start"]
 
-# What a node needs besides smdist to run a coordinator: module -> is it needed for this URL only.
+# What a node needs besides smdist to run a coordinator, and aiobotocore for s3://.
 _NEEDED = ("numpy", "safetensors", "ml_dtypes", "msgspec", "google_crc32c")
 _PROBE_S, _START_S = 120.0, 120.0
 
@@ -44,13 +52,15 @@ class Attachment(msgspec.Struct, frozen=True):
     ray: Any  # the module, connected
     address: str
     local: bool  # one of this user that `smdist` has started
+    own: bool = True  # the connection was made for this
 
 
 @contextlib.contextmanager
 def attach(address: str = "local", *, start_local: bool = True) -> Iterator[Attachment]:
     """Be a driver of the Ray at `address`. CoordinationError says what is not there.
 
-    `start_local` false: a `local` Ray has to run already.
+    `start_local` false: a `local` Ray has to run already. In a process that is a driver already,
+    `auto` is the Ray of that, and stays connected.
     """
     local = address == "local"
     if local:
@@ -58,6 +68,9 @@ def attach(address: str = "local", *, start_local: bool = True) -> Iterator[Atta
     elif address != "auto":
         _check(address)
     ray = _import_ray()
+    if address == "auto" and ray.is_initialized():
+        yield Attachment(ray, address, local=False, own=False)
+        return
     if local:
         here = local_ray.start() if start_local else local_ray.find()
         if here is None:
@@ -117,6 +130,7 @@ def start(
     our code, this connects anew: Ray takes files from a driver only then.
     """
     ray = attachment.ray
+    settings = msgspec.structs.replace(settings, watch=canonical_url(settings.watch))
     there = find(attachment, settings.watch)
     if there is not None:
         where = there.whereabouts()
@@ -124,16 +138,17 @@ def start(
             there.kill()
         elif settings.take_over and not where.settings.take_over:
             there.stop()
-        elif msgspec.structs.replace(where.settings, take_over=settings.take_over) == settings:
-            return there
         else:
-            raise CoordinationError(
-                f"{where.name} already watches {where.settings.watch} with other settings "
-                f"({_differences(where.settings, settings)}); stop it first: "
-                f"smdist coordinator stop --watch '{where.settings.watch}'"
-            )
+            _check_same(where, settings)
+            return there
+        _await_end(attachment, settings.watch)
     with _runtime_env(attachment, settings, wheel_path) as runtime_env:
         if runtime_env:
+            if not attachment.own:
+                raise CoordinationError(
+                    "this Ray runs another smdist, or none, and takes ours only from a new driver: "
+                    "run `smdist coordinator start` in a process of its own"
+                )
             ray.shutdown()
             _connect(ray, attachment.address, runtime_env)
         handle = (
@@ -150,8 +165,27 @@ def start(
             .remote(msgspec.json.encode(settings))
         )
         client = CoordinatorClient(ray, handle)
-        client.whereabouts(timeout_s=_START_S)
+        # Somebody else may have been first.
+        _check_same(client.whereabouts(timeout_s=_START_S), settings)
     return client
+
+
+def _await_end(attachment: Attachment, watch: str) -> None:
+    """Ray keeps the name of an actor for a moment after it was ended."""
+    deadline = time.monotonic() + _START_S
+    while find(attachment, watch) is not None:
+        if time.monotonic() > deadline:
+            raise CoordinationError(f"{actor_name(watch)} does not end")
+        time.sleep(0.05)
+
+
+def _check_same(where: Whereabouts, settings: Settings) -> None:
+    if msgspec.structs.replace(where.settings, take_over=settings.take_over) != settings:
+        raise CoordinationError(
+            f"{where.name} already watches {where.settings.watch} with other settings "
+            f"({_differences(where.settings, settings)}); stop it first: "
+            f"smdist coordinator stop --watch '{where.settings.watch}'"
+        )
 
 
 def _differences(old: Settings, new: Settings) -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,13 +23,14 @@ from smdist.coordination.snapshot import POINTER_KEY, Pointer, load_view
 from smdist.coordination.watcher import Watcher
 from smdist.errors import AlreadyCoordinated
 from smdist.identity import ModeKeys
-from smdist.storage import LocalStore, open_store, sync
+from smdist.storage import LocalStore, Store, open_store, sync
 from tests.faults.coordinator_driver import from_scratch
 from tests.run_builder import RankWriter, RunBuilder
 from tests.servers.ray_cluster import (
     Cluster,
     Driver,
     DriverError,
+    environment,
     ray_cluster,
     start_cluster,
     until,
@@ -157,6 +161,32 @@ def test_stopped_it_hands_back_its_lease(driver: Driver, tmp_path: Path) -> None
     asyncio.run(next_one())
 
 
+def test_a_process_that_is_a_driver_already(ray_cluster: Cluster, tmp_path: Path) -> None:
+    """Its connection is used, and left as it was; paths are meant as it means them."""
+    job(tmp_path / "run")
+    code = (
+        "import ray, sys\n"
+        "from smdist.coordination.coordinator import Settings\n"
+        "from smdist.coordination.launcher import attach, find, start\n"
+        "ray.init(sys.argv[1], namespace='another', log_to_driver=False)\n"
+        "with attach('auto') as attached:\n"
+        "    began = start(attached, Settings('run', interval_s=0.1))\n"
+        "    print(began.wait_for_step(2, timeout_s=100.0).standing)\n"
+        "    find(attached, 'run').stop()\n"
+        "print(ray.is_initialized(), began.__class__.__name__)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, ray_cluster.address],
+        env=environment(PYTHONWARNINGS="ignore"),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.stdout.splitlines() == ["complete", "True CoordinatorClient"], done.stderr
+
+
 def test_many_runs_below_one_place(driver: Driver, tmp_path: Path) -> None:
     place = tmp_path / "jobs"
     job(place / "first", steps=2)
@@ -220,7 +250,13 @@ def kill_and_write(pid: int, writers: list[RankWriter]) -> None:
 def test_runs_on_s3_with_shards(aws: pytest.MonkeyPatch, rclone: Server, tmp_path: Path) -> None:
     """With the credentials that Ray was started with."""
     url = rclone.url(rclone.make_bucket(f"ray-{tmp_path.name[-20:].replace('_', '-').lower()}"))
-    store = open_store(url)
+    with contextlib.ExitStack() as at_end:
+        store = open_store(url)
+        at_end.callback(lambda: sync.run(store.close()))
+        follow_on_s3(store, url, tmp_path)
+
+
+def follow_on_s3(store: Store, url: str, tmp_path: Path) -> None:
     run = RunBuilder(store)
     writers = [run.rank(rank, world=5) for rank in range(5)]
     with (
@@ -244,7 +280,6 @@ def test_runs_on_s3_with_shards(aws: pytest.MonkeyPatch, rclone: Server, tmp_pat
     pointer = msgspec.json.decode(sync.run(store.get(POINTER_KEY)), type=Pointer)
     merged = sync.run(load_view(store, pointer)).view
     assert merged.canonical() == from_scratch(store).canonical()
-    sync.run(store.close())
 
 
 # -- two for one run -----------------------------------------------------------------------------

@@ -92,6 +92,10 @@ async def _sweep(store: Store, worker: str, attempt: int, point: ResumePoint) ->
         for key in await store.list(f"segments/{worker}/{attempt:06d}-", after=first):
             if key not in named and not key.startswith(kept):
                 await store.delete(key)
+    await _sweep_uploads(store, worker, attempt)
+
+
+async def _sweep_uploads(store: Store, worker: str, attempt: int) -> None:
     if isinstance(store, HasUploads):
         # Segments mostly; a long manifest and the summary of a long session come in parts too.
         for folder in ("segments", "manifests", "summaries"):
@@ -227,6 +231,10 @@ class Committer:
         if self._succeeds:
             await self._patience.insist("reading the store", self._restore)
             await self._remove_others()
+        if getattr(self.store, "dangling_uploads", False):
+            worker, attempt = self._worker, self._session.attempt
+            sweeping = lambda: _sweep_uploads(self.store, worker, attempt)
+            await self._patience.insist("tidying the store", sweeping)
 
     async def _restore(self) -> None:
         for manifest in self._endangered:

@@ -80,6 +80,11 @@ class S3Store:
         """Parts of multipart uploads that the server has taken: a sign of life of a long put."""
         return self._counts.parts
 
+    @property
+    def dangling_uploads(self) -> bool:
+        """There may be uploads of this store's own that could not be aborted: sweep them."""
+        return bool(self._counts.dangling)
+
     async def check(self) -> None:
         timeout_s = self._options.probe_timeout_s
         await asyncio.to_thread(probe, self._location, timeout_s=timeout_s)
@@ -234,7 +239,11 @@ class S3Store:
                 raise
 
     async def _sweep(self, prefix: str) -> int:
-        return await sweep(await self._connect(), self._location.name(prefix))
+        name = self._location.name(prefix)
+        count = await sweep(await self._connect(), name)
+        dangling = self._counts.dangling
+        dangling.difference_update([key for key in dangling if key.startswith(name)])
+        return count
 
     # -- requests --------------------------------------------------------------------------------
 

@@ -39,6 +39,7 @@ class Counts:
     sent_bytes: int = 0  # bodies of requests that were answered well
     received_bytes: int = 0
     parts: int = 0  # of multipart uploads, answered well
+    dangling: set[str] = field(default_factory=set)  # keys of uploads that could not be aborted
     in_flight_bytes: int = 0
     most_in_flight_bytes: int = 0
     renewals: int = 0

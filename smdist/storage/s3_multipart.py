@@ -1,8 +1,9 @@
 """Large objects in parts, and no upload left behind.
 
 An upload that fails or is cancelled is aborted before the call ends. One whose creation got lost on
-the way back is found by listing: a key has one writer. What a killed process leaves is for `sweep`,
-called by the next writer of the same keys.
+the way back is found by listing: a key has one writer. Where that fails too, the key is remembered as
+dangling, for its next upload and for `sweep`. What a killed process leaves is for `sweep`, called by the
+next writer of the same keys.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ async def upload(
     except BaseException:
         await _to_the_end(_clean_up(connection, name, known))
         raise
-    if known.unsure:
+    if known.unsure or name in connection.counts.dangling:
         await _to_the_end(_clean_up(connection, name, _Created(unsure=True)))
 
 
@@ -110,12 +111,15 @@ async def sweep(connection: Connection, prefix: str, *, exact: bool = False) -> 
 
 
 async def _clean_up(connection: Connection, name: str, known: _Created) -> None:
+    dangling = connection.counts.dangling
+    dangling.add(name)
     with contextlib.suppress(RequestFailed):  # the error that brought us here says more
         if known.upload_id is not None:
             place = {"Bucket": connection.location.bucket, "Key": name}
             await _abort(connection, {**place, "UploadId": known.upload_id})
         if known.unsure:
             await sweep(connection, name, exact=True)
+        dangling.discard(name)
 
 
 async def _abort(connection: Connection, params: dict[str, Any]) -> None:

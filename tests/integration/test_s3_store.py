@@ -414,6 +414,29 @@ def test_lost_answers_leave_no_upload_behind(
     assert server.uploads(bucket) == []
 
 
+@pytest.mark.parametrize("again", ["put", "sweep"])
+def test_an_upload_that_could_not_be_aborted_is_not_forgotten(
+    server: Server, bucket: str, proxy: FaultProxy, again: str
+) -> None:
+    """Its creation got lost on the way back, and so did the listing that would have shown it."""
+    proxy.inject(Reset("after"), method="POST", target=r"\?uploads", times=1)
+    proxy.inject(Answer(500, "InternalError"), method="GET", target=r"\?uploads", times=1)
+
+    async def work(store: S3Store) -> None:
+        with pytest.raises(StoreError):
+            await store.put("w0/k", [bytes(17 * MIB)])
+        assert server.uploads(bucket) == ["run/w0/k"]
+        assert store.dangling_uploads
+        if again == "put":
+            await store.put("w0/k", [bytes(17 * MIB)])
+        else:
+            assert await store.sweep_uploads("w0/") == 1
+        assert not store.dangling_uploads
+
+    run(proxy.url(bucket), work, replace(PATIENT, deadline_s=0.0))
+    assert server.uploads(bucket) == []
+
+
 def test_a_part_that_is_refused_ends_the_upload(
     server: Server, bucket: str, proxy: FaultProxy
 ) -> None:

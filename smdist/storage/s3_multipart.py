@@ -112,12 +112,13 @@ async def sweep(connection: Connection, prefix: str, *, exact: bool = False) -> 
 
 async def _clean_up(connection: Connection, name: str, known: _Created) -> None:
     dangling = connection.counts.dangling
+    unsure = known.unsure or name in dangling
     dangling.add(name)
     with contextlib.suppress(RequestFailed):  # the error that brought us here says more
         if known.upload_id is not None:
             place = {"Bucket": connection.location.bucket, "Key": name}
             await _abort(connection, {**place, "UploadId": known.upload_id})
-        if known.unsure:
+        if unsure:
             await sweep(connection, name, exact=True)
         dangling.discard(name)
 

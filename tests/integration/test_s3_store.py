@@ -414,7 +414,7 @@ def test_lost_answers_leave_no_upload_behind(
     assert server.uploads(bucket) == []
 
 
-@pytest.mark.parametrize("again", ["put", "sweep"])
+@pytest.mark.parametrize("again", ["put", "fail", "sweep"])
 def test_an_upload_that_could_not_be_aborted_is_not_forgotten(
     server: Server, bucket: str, proxy: FaultProxy, again: str
 ) -> None:
@@ -427,7 +427,11 @@ def test_an_upload_that_could_not_be_aborted_is_not_forgotten(
             await store.put("w0/k", [bytes(17 * MIB)])
         assert server.uploads(bucket) == ["run/w0/k"]
         assert store.dangling_uploads
-        if again == "put":
+        if again == "fail":  # aborting the second one is not enough
+            proxy.inject(Reset("before"), method="POST", target="uploadId", times=1)
+            with pytest.raises(StoreError):
+                await store.put("w0/k", [bytes(17 * MIB)])
+        elif again == "put":
             await store.put("w0/k", [bytes(17 * MIB)])
         else:
             assert await store.sweep_uploads("w0/") == 1

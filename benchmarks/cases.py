@@ -36,7 +36,8 @@ class Case:
     def shorter(self, steps: int) -> Case:
         """Fewer steps, but never less than one that is due."""
         whole = steps if self.not_due else max(1, steps // self.interval) * self.interval
-        return replace(self, steps=min(self.steps, whole), warm_up=min(self.warm_up, steps))
+        warm_up = min(self.warm_up, steps) if self.interval == 1 else self.warm_up
+        return replace(self, steps=min(self.steps, whole), warm_up=warm_up)
 
 
 CASES = (

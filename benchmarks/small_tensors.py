@@ -15,11 +15,10 @@ from collections.abc import Sequence
 import msgspec
 
 from benchmarks.cases import Case
-from benchmarks.step_time import LABELS, over, play, rows_of
+from benchmarks.step_time import labels_of, over, play, rows_of
 from benchmarks.table import Row
 from benchmarks.timing import median
 
-SLOW = {"dcp": 3, "smdebug": 5}
 HOW = {
     "full": Case(
         "many",
@@ -27,7 +26,7 @@ HOW = {
         model="many",
         peers=("none", "smdist", "smdebug", "dcp", "safetensors", "memcpy"),
         at_most={"smdebug": 0.1},
-        slow=SLOW,
+        slow={"dcp": 3, "smdebug": 5},
         figure=True,
     ),
     "five": Case(
@@ -35,7 +34,7 @@ HOW = {
         "five reductions, every step, 1000 tensors of 4 KB",
         model="many",
         how="five",
-        slow=SLOW,
+        slow={"smdebug": 2},
         at_most={"smdebug": 0.1},
     ),
 }
@@ -46,15 +45,16 @@ def measure(case: Case, rounds: int, out: str | None) -> list[Row]:
     due = case.warm_up + case.steps
     rows = rows_of(case, visits, missing, facts["nbytes"] * due if case.how == "full" else 0)
     base = f"training thread, {case.title}"
+    labels = labels_of(case)
     for peer in ("smdist", "smdebug", "memcpy"):
         if made := visits.get(peer):
             added = [one.added_cpu for one in made]
             per_tensor = f"{1e3 * median(added) / facts['tensors']:.1f} us per tensor"
             spread = (min(added), max(added))
-            what = f"{base}: added by {LABELS[peer]}"
+            what = f"{base}: added by {labels[peer]}"
             rows.append(Row(what, median(added), "ms", note=per_tensor, spread=spread))
     if visits.get("smdist") and visits.get("smdebug"):
-        what = f"{base}: smdist / {LABELS['smdebug']}"
+        what = f"{base}: smdist / {labels['smdebug']}"
         rows.append(over(what, visits, "smdebug", 0.1, "added_cpu"))
     return rows
 

@@ -28,7 +28,7 @@ from benchmarks.table import Row
 from benchmarks.teams import Team, cpu_s
 from benchmarks.timing import median, p99
 
-__all__ = ["LABELS", "Visit", "measure", "over", "play", "rows_of"]
+__all__ = ["Visit", "labels_of", "measure", "over", "play", "rows_of"]
 
 MB = 1e6
 LABELS = {
@@ -131,11 +131,15 @@ def play(case: Case, rounds: int, out: str | None) -> Played:
     return visits, missing, facts
 
 
+def labels_of(case: Case) -> dict[str, str]:
+    return LABELS | {"memcpy": "one sum() of each"} if case.how == "five" else LABELS
+
+
 def rows_of(
     case: Case, visits: dict[str, list[Visit]], missing: dict[str, str], expected: int
 ) -> list[Row]:
     base = f"step time, {case.title}"
-    labels = LABELS | {"memcpy": "one sum() of each"} if case.how == "five" else LABELS
+    labels = labels_of(case)
     group = case.title if case.figure else ""
     everyone = [step for made in visits.values() for one in made for step in one.plain]
     rows = [Row(f"{base}: without capture", median(everyone), "ms", p99(everyone))]

@@ -86,8 +86,7 @@ class BaseHook(HookParts[T]):
         if not clock.in_step and (clock.step >= 0 or self._values.any_held) and clock.begin():
             self._attend()
         clock.end()
-        if self._recorder.recording:
-            self._recorder.close()
+        self._recorder.finish()
         self._settle_due()
 
     def _attend(self) -> None:

@@ -76,7 +76,14 @@ class HookParts(Generic[T]):
         if config.overhead_budget is not None:
             self._recorder.metered = True
             self._thrift = Thrift(config.overhead_budget, lambda: self._recorder.spent_s)
-        self._values = ScriptValues(reading, self._clock, self._planner, self._recorder, self._sink)
+        self._values = ScriptValues(
+            reading,
+            self._clock,
+            self._planner,
+            self._recorder,
+            self._sink,
+            self._mishaps.trouble,
+        )
 
     def _sink(self) -> Sink[T] | None:
         raise NotImplementedError

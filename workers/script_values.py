@@ -1,8 +1,9 @@
 """Values that a script hands over itself: stored at the current step, whatever the interval.
 
 The current step is the last one that began in the current mode. A value that comes before the
-mode's first step belongs to that step, and is kept here until it begins: only then is its number
-known, since the mode may still change.
+mode's first step belongs to that step, or before any step to the first one of all, whatever its
+mode. It is kept here until that step begins, as only then is its number known: until then it does
+not survive the death of the process.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from smdist.identity import ModeKeys
+from smdist.identity import ModeKeys, StepRef
 from smdist.planning import Planner, TensorPlan
 from smdist.workers.host import Host
 from smdist.workers.outlet import Sink
@@ -48,10 +49,12 @@ class ScriptValues(Generic[T]):
         planner: Planner,
         recorder: Recorder[T],
         sink: Callable[[], Sink[T] | None],
+        trouble: Callable[[str], None],
     ) -> None:
         self._reading, self._clock, self._planner = reading, clock, planner
-        self._recorder, self._sink = recorder, sink
-        self._held: dict[ModeKeys, list[_Held[T]]] = {}
+        self._recorder, self._sink, self._trouble = recorder, sink, trouble
+        self._written: tuple[StepRef | None, set[str]] = (None, set())  # of the last step
+        self._held: dict[ModeKeys | None, list[_Held[T]]] = {}  # None: for the first step of all
 
     @property
     def any_held(self) -> bool:
@@ -67,18 +70,20 @@ class ScriptValues(Generic[T]):
             self._write(_Held(name, value, plan))
         else:
             held = _Held(name, self._reading.copy(value), plan)
-            self._held.setdefault(self._clock.mode, []).append(held)
+            mode = self._clock.mode if self._clock.step >= 0 else None
+            self._held.setdefault(mode, []).append(held)
         self._clock.due = AT_ONCE  # the next step has to close this one
 
     def release(self) -> None:
         """The current mode has a step: what waited for one goes there."""
-        for held in self._held.pop(self._clock.mode, ()):
-            self._write(held)
+        for mode in (None, self._clock.mode):
+            for held in self._held.pop(mode, ()):
+                self._write(held)
 
     def release_all(self) -> None:
         """No more steps will come: each mode's first one would have been the next."""
         for mode in tuple(self._held):
-            self._clock.set_mode(mode)
+            self._clock.set_mode(self._clock.mode if mode is None else mode)
             self.release()
 
     def clear(self) -> None:
@@ -86,5 +91,15 @@ class ScriptValues(Generic[T]):
 
     def _write(self, held: _Held[T]) -> None:
         sink = self._sink()
-        if sink is not None:
-            self._recorder.save(sink, self._clock.ref, held.name, held.value, held.plan)
+        if sink is None:
+            return
+        ref = self._clock.ref
+        if self._written[0] != ref:
+            self._written = (ref, set())
+        if held.name in self._written[1]:
+            self._trouble(
+                f"{held.name} was saved more than once in a step, and the trial shows the last "
+                "value; a step begins with its forward: save behind that, or end steps with hook.step()"
+            )
+        self._written[1].add(held.name)
+        self._recorder.save(sink, ref, held.name, held.value, held.plan)

@@ -7,6 +7,9 @@ What begins a step, by `step_on`:
                 optimizer runs, every forward
     manual      the first forward, or the first value saved, after `hook.step()`
 
+Where a step spans several forwards (optimizer, manual), those of roots that do not count and of losses
+begin one too, if none has begun.
+
 In mode GLOBAL the mode's counter is the global one.
 """
 
@@ -112,6 +115,11 @@ class StepClock:
     def in_step(self) -> bool:
         self._settle()
         return self._in_step
+
+    @property
+    def between(self) -> bool:
+        """Was a step ended, and has none begun since? Whatever runs next begins one."""
+        return self._joins and not self._in_step
 
     @property
     def has_step(self) -> bool:

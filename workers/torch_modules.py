@@ -45,9 +45,11 @@ class Modules:
         planner: Planner,
         mishaps: Mishaps,
         arrived: Callable[[Hashable], None],
+        enter: Callable[[], bool],
     ) -> None:
+        """`arrived` is told what has been captured; `enter` says whether what runs now is to be."""
         self._recorder, self._planner, self._mishaps = recorder, planner, mishaps
-        self._arrived = arrived
+        self._arrived, self._enter = arrived, enter
         self._modules: dict[str, nn.Module] = {}
         self._roots: set[str] = set()
         self._losses: set[str] = set()
@@ -201,7 +203,7 @@ class Modules:
 
     def record(self, name: str, side: str, value: object) -> None:
         """The tensors in `value`, under the next numbers of that name in this step."""
-        if not self._recorder.recording:
+        if not self._enter():
             return
         count = self._counts.get((name, side), 0)
         for tensor in tensors_in(value):

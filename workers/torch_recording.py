@@ -66,7 +66,7 @@ class Recording:
         self._eager = ExitStack()
         self._primed = False
         self._synced = synced
-        self.modules = Modules(recorder, planner, mishaps, self._arrived)
+        self.modules = Modules(recorder, planner, mishaps, self._arrived, self._enter)
         self._parameters = Parameters(recorder, mishaps)
         self._gradients = Gradients(recorder, mishaps, synced, self._arrived)
         self._optimizers = Optimizers(
@@ -156,12 +156,20 @@ class Recording:
     def _on_other(
         self, root: _Root, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if root.counts:
+        if root.counts or self._clock.between:
             self._on_counting(root, module, args, kwargs)
         elif self._recorder.plan is not None and not in_backward():
             self.modules.record_inputs(root.name, args, kwargs)
         if root.compiled and self._recorder.recording and self.modules.inside:
             self._run_eagerly()
+
+    def _enter(self) -> bool:
+        """A module runs, which may begin a step; is it part of one that is being recorded?"""
+        if self._clock.between and self._clock.forward():
+            self._attend()
+        plan = self._recorder.plan
+        # After a change of mode the step before may still get its gradients, but nothing else.
+        return plan is not None and plan.mode is self._clock.mode
 
     def _run_eagerly(self) -> None:
         """Run this forward of a compiled root as it is written: its graph has no place for hooks.
@@ -190,6 +198,11 @@ class Recording:
         for kind in self._bind():
             self._mishaps.trouble(
                 f"a {kind} given to add_module_tensors() is not part of a registered module"
+            )
+        if self._clock.step_on == "optimizer" and not len(self._optimizers):
+            self._mishaps.trouble(
+                "step_on='optimizer' without an optimizer: all forwards are one step; call "
+                "hook.register_optimizer(optimizer)"
             )
         self._parameters.refresh()
         self._parameters.save_values()

@@ -238,3 +238,78 @@ def test_recomputed_forwards_are_not_recorded(tmp_path: Path, reentrant: bool) -
     names = [n for n in trial.tensor_names(step=1) if "put_" in n]
     assert len(names) == len({n.rpartition("_")[0] for n in names}) == 8
     assert same(trial.tensor("gradient/Deep_a.weight").value(1), last)
+
+
+class Critic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.judge = nn.Linear(4, 1)
+
+    def forward(self, sample: torch.Tensor) -> torch.Tensor:
+        verdict: torch.Tensor = self.judge(sample)
+        return verdict
+
+
+def test_with_steps_drawn_by_hand_any_model_begins_one(tmp_path: Path) -> None:
+    """The critic runs first in every iteration, the counting model later."""
+    maker, critic, loss = nn.Linear(4, 4), Critic(), nn.BCEWithLogitsLoss()
+    losses, gradients = [], []
+    with hooked(tmp_path / "run", include_collections=["gradients", "weights"]) as hook:
+        hook.register_module(maker, step_on="manual")
+        hook.register_module(critic)
+        hook.register_loss(loss)
+        for _ in range(3):
+            critic.zero_grad()
+            real = loss(critic(torch.randn(2, 4)), torch.ones(2, 1))
+            real.backward()
+            made = loss(critic(maker(torch.randn(2, 4))), torch.zeros(2, 1))
+            made.backward()
+            losses.append([real.item(), made.item()])
+            gradients.append(as_array(grad_of(critic.judge.weight).clone()))
+            hook.step()
+    trial = read(tmp_path / "run")
+    assert trial.steps() == [0, 1, 2]
+    for step in range(3):
+        found = [trial.tensor(f"BCEWithLogitsLoss_output_{i}").value(step).item() for i in range(2)]
+        assert found == losses[step]
+        assert same(trial.tensor("gradient/Critic_judge.weight").value(step), gradients[step])
+    assert trial.tensor_names(regex="output_2") == []
+    assert trial.troubles() == {}
+
+
+def test_with_steps_drawn_by_hand_a_loss_begins_one_too(tmp_path: Path) -> None:
+    model, loss = nn.Linear(4, 1), nn.MSELoss()
+    with hooked(tmp_path / "run", include_collections=["weights"]) as hook:
+        hook.register_module(model, step_on="manual")
+        hook.register_loss(loss)
+        for step in range(3):
+            if step:
+                loss(torch.full((1,), float(step)), torch.zeros(1))
+            loss(model(torch.ones(1, 4)), torch.zeros(1, 1))
+            hook.step()
+    trial = read(tmp_path / "run")
+    first = trial.tensor("MSELoss_output_0")
+    assert [first.value(step).item() for step in (1, 2)] == [1.0, 4.0]
+    assert trial.tensor("MSELoss_output_1").steps() == [1, 2]
+
+
+def test_what_runs_after_a_change_of_mode_is_not_of_the_step_before(tmp_path: Path) -> None:
+    net, loss = Net(), nn.MSELoss()
+    with hooked(tmp_path / "run", include_collections=["outputs"]) as hook:
+        hook.register_module(net)
+        hook.register_loss(loss)
+        hook.set_mode(TRAIN)
+        loss(net(torch.randn(2, 4)), torch.zeros(2, 2)).backward()
+        hook.set_mode(EVAL)
+        loss(torch.ones(2), torch.zeros(2))
+    trial = read(tmp_path / "run")
+    assert trial.tensor_names(regex="MSELoss") == ["MSELoss_output_0"]
+
+
+def test_steps_of_an_optimizer_that_nobody_registered_are_told(tmp_path: Path) -> None:
+    net = Net()
+    with hooked(tmp_path / "run", include_collections=ALL) as hook:
+        hook.register_module(net, step_on="optimizer")
+        train(net, 2)
+    told = read(tmp_path / "run").troubles()
+    assert "register_optimizer" in told["worker_0"][0]

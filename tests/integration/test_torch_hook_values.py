@@ -111,7 +111,22 @@ def test_values_saved_before_the_first_step_belong_to_it(tmp_path: Path) -> None
     assert trial.tensor("early").value(0, mode=TRAIN).tolist() == [1.0, 1.0]
     assert trial.tensor("scalar/between").steps(mode=EVAL) == [0]
     assert trial.tensor("scalar/accuracy").steps(mode=TRAIN) == [0]
-    assert trial.has_tensor("scalar/seed")
+    assert trial.tensor("scalar/seed").steps(mode=TRAIN) == [0], "the first step of all"
+    assert trial.troubles() == {}
+
+
+def test_a_value_saved_twice_in_a_step_is_told(tmp_path: Path) -> None:
+    net = Net()
+    with hooked(tmp_path / "run", include_collections=["weights"]) as hook:
+        hook.register_module(net)
+        for step in range(3):
+            hook.save_scalar("rate", step)  # before the forward: of the step before
+            net(torch.randn(1, 4))
+    trial = read(tmp_path / "run")
+    rates = trial.tensor("scalar/rate")
+    assert {step: rates.value(step).item() for step in rates.steps()} == {0: 1.0, 1: 2.0}
+    (told,) = trial.troubles()["worker_0"]
+    assert "scalar/rate was saved more than once in a step" in told
 
 
 def test_tensors_join_every_collection_they_are_given(tmp_path: Path) -> None:

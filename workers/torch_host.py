@@ -60,7 +60,36 @@ def readable(tensor: torch.Tensor) -> torch.Tensor:
         raise CaptureError(f"a tensor with layout {tensor.layout} has no dense values")
     if tensor.is_meta:
         raise CaptureError("a tensor on the meta device has no values")
+    if tensor.dtype not in _CODES:
+        raise CaptureError(_unknown(tensor.dtype))
+    try:
+        held = tensor.untyped_storage().nbytes()
+    except RuntimeError as error:
+        raise CaptureError(f"its values cannot be read here: {error}") from error
+    # Reading what a script has freed (FSDP does, between uses) would end the process. A tensor
+    # that fills its storage is the usual case, and the cheap one.
+    if held != tensor.nbytes and held < _extent(tensor):
+        raise CaptureError(
+            "its storage was freed or shrunk; nothing is there to read at this moment, so leave it "
+            "out of what is saved, or save it with save_tensor() while it is there"
+        )
     return tensor
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from the beginning of its storage to the end of its last element."""
+    if not tensor.numel():
+        return 0
+    sides = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in sides)
+    return (int(tensor.storage_offset()) + last + 1) * tensor.element_size()
+
+
+def _unknown(dtype: torch.dtype) -> str:
+    return (
+        f"elements of type {dtype} cannot be stored; leave it out of what is saved, or save a "
+        "converted copy with save_tensor()"
+    )
 
 
 def describe(value: Value) -> tuple[str, tuple[int, ...], int]:
@@ -68,7 +97,7 @@ def describe(value: Value) -> tuple[str, tuple[int, ...], int]:
     if isinstance(value, torch.Tensor):
         known = _CODES.get(value.dtype)
         if known is None:
-            raise CaptureError(f"elements of type {value.dtype} cannot be stored")
+            raise CaptureError(_unknown(value.dtype))
         return known[0], tuple(value.shape), value.numel() * known[1]
     return dtype_code(value.dtype), value.shape, value.nbytes
 

@@ -12,10 +12,12 @@ as long as every step is such a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd import Variable
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from smdist.errors import CaptureError
@@ -34,14 +36,18 @@ _END = "end of backward"
 
 
 class _Wanted:
-    """A parameter whose gradient is wanted. `part` fits gradients of `dtype` and `shape`."""
+    """A parameter whose gradient is wanted. `part`, once there is one, fits gradients of `dtype`
+    and `shape`: a lazy parameter has none of them yet."""
 
-    __slots__ = ("dtype", "name", "parameter", "part", "plan", "shape")
+    __slots__ = ("dtype", "module", "name", "parameter", "part", "plan", "shape")
 
-    def __init__(self, name: str, parameter: torch.Tensor, plan: TensorPlan) -> None:
-        self.name, self.parameter, self.plan = name, parameter, plan
+    def __init__(self, entry: NamedParameter, plan: TensorPlan) -> None:
+        self.name, self.plan = GRADIENT + entry.name, plan
+        self.parameter: torch.Tensor = entry.parameter
+        self.module = entry.module
         self.part: PartPlan | None = None
-        self.dtype, self.shape = parameter.dtype, parameter.shape
+        self.dtype: torch.dtype | None = None
+        self.shape: torch.Size | None = None
 
 
 class Gradients:
@@ -86,10 +92,10 @@ class Gradients:
         known = self._known.get(plan)
         if known is None or known[0] is not entries or known[1] != trained:
             found: dict[int, _Wanted] = {}
-            for (name, parameter, _, _), requires_grad in zip(entries, trained, strict=True):
-                wanted = plan.wants(GRADIENT + name) if requires_grad else None
+            for entry, requires_grad in zip(entries, trained, strict=True):
+                wanted = plan.wants(GRADIENT + entry.name) if requires_grad else None
                 if wanted is not None:
-                    found[id(parameter)] = _Wanted(GRADIENT + name, parameter, wanted)
+                    found[id(entry.parameter)] = _Wanted(entry, wanted)
             known = self._known[plan] = (entries, trained, found)
         return known[2]
 
@@ -98,10 +104,27 @@ class Gradients:
             return
         for key in self._handles.keys() - wanted.keys():
             self._handles.pop(key).remove()
-        body = self._on_synced if self._synced else self._on_local
         for key in wanted.keys() - self._handles.keys():
-            watched: Any = wanted[key].parameter  # the method is untyped
-            self._handles[key] = watched.register_post_accumulate_grad_hook(Callback(body))
+            self._handles[key] = self._hang(wanted[key])
+
+    def _hang(self, wanted: _Wanted) -> RemovableHandle:
+        watched: Any = wanted.parameter  # the method is untyped
+        if is_lazy(watched):  # takes no hooks until its module has run
+            body = Callback(partial(self._on_shaped, id(watched)))
+            return wanted.module.register_forward_hook(body)
+        body = Callback(self._on_synced if self._synced else self._on_local)
+        handle: RemovableHandle = watched.register_post_accumulate_grad_hook(body)
+        return handle
+
+    def _on_shaped(self, key: int, *_: Any) -> None:
+        wanted = self._wanted.get(key)
+        if wanted is None or is_lazy(wanted.parameter):
+            return
+        try:
+            self._handles.pop(key).remove()
+            self._handles[key] = self._hang(wanted)
+        except Exception as error:  # noqa: BLE001 (the policy decides)
+            self._mishaps.handle(error, f"waiting for {wanted.name}")
 
     # -- during backward ----------------------------------------------------------------------
 

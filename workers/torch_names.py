@@ -76,12 +76,11 @@ def _walk(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, n
 
 
 class NamedParameter(NamedTuple):
-    """`owner[key]` is `parameter` for as long as nobody replaces it."""
+    """`module` has it: the one the user wrote, inside any wrapper."""
 
     name: str
     parameter: nn.Parameter
-    owner: dict[str, nn.Parameter | None]
-    key: str
+    module: nn.Module
 
 
 def parameters_of(root: nn.Module, root_name: str) -> Iterator[NamedParameter]:
@@ -94,7 +93,7 @@ def parameters_of(root: nn.Module, root_name: str) -> Iterator[NamedParameter]:
                 continue
             seen.add(id(parameter))
             name = f"{root_name}_{path}.{key}" if path else f"{root_name}_{key}"
-            yield NamedParameter(name, parameter, core._parameters, key)
+            yield NamedParameter(name, parameter, core)
 
 
 class Names:

@@ -21,6 +21,7 @@ class Parameters:
         self._recorder, self._mishaps = recorder, mishaps
         self._roots: list[tuple[nn.Module, str]] = []
         self._names: dict[int, str] = {}
+        self._known: list[tuple[nn.Module, tuple[int, ...]]] = []
 
     def add(self, root: nn.Module, name: str) -> None:
         self._roots.append((root, name))
@@ -34,8 +35,9 @@ class Parameters:
         return self._names.get(id(parameter))
 
     def refresh(self) -> None:
-        """Look again if a script has put other parameters in the place of those we know."""
-        if any(owner.get(key) is not known for _, known, owner, key in self.entries):
+        """Look again if a script has put others in the place of parameters or modules we know, or
+        has added some."""
+        if any(_members(module) != known for module, known in self._known):
             self._list()
 
     def _list(self) -> None:
@@ -43,6 +45,7 @@ class Parameters:
         for root, name in self._roots:
             for entry in parameters_of(root, name):
                 found.setdefault(id(entry.parameter), entry)
+        self._known = [(m, _members(m)) for root, _ in self._roots for m in root.modules()]
         self.entries = list(found.values())
         self._names = {key: entry.name for key, entry in found.items()}
 
@@ -50,7 +53,7 @@ class Parameters:
         plan = self._recorder.plan
         assert plan is not None
         names, tensors = [], []
-        for name, parameter, _, _ in self.entries:
+        for name, parameter, _ in self.entries:
             if plan.wants(name) is None or is_lazy(parameter):
                 continue
             try:
@@ -60,3 +63,8 @@ class Parameters:
                 continue
             names.append(name)
         self._recorder.offer_many(tuple(names), tensors)
+
+
+def _members(module: nn.Module) -> tuple[int, ...]:
+    """Of what is in a module; whoever keeps this keeps the members too, or ids come again."""
+    return (*map(id, module._modules.values()), *map(id, module._parameters.values()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from tests.integration.torch_jobs import (
     Net,
     as_array,
     grad_of,
+    gradients,
     hooked,
     read,
     same,
@@ -193,6 +195,100 @@ def test_lazy_modules_appear_once_they_have_a_shape(tmp_path: Path) -> None:
     trial = read(tmp_path / "run")
     assert trial.tensor("Sequential_0.weight").steps() == [1]
     assert trial.tensor("Sequential_1.weight").steps() == [0, 1]
+
+
+@pytest.mark.parametrize("stage", ["local", "synced"])
+def test_the_first_step_of_a_lazy_model_has_all_its_gradients(tmp_path: Path, stage: str) -> None:
+    net, computed = nn.Sequential(nn.LazyLinear(3), nn.ReLU(), nn.LazyLinear(1)), []
+    settings = {"include_collections": ["gradients", "outputs"], "stage_gradients": stage}
+    with hooked(tmp_path / "run", **settings) as hook:
+        hook.register_module(net)
+        for _ in range(2):
+            net.zero_grad()
+            net(torch.randn(2, 4)).sum().backward()
+            computed.append(gradients(net))
+    trial = read(tmp_path / "run")
+    assert trial.tensor("1_output_0").steps() == [0, 1]
+    for step, expected in enumerate(computed):
+        assert len(expected) == 4
+        for name, value in expected.items():
+            assert same(trial.tensor(f"gradient/Sequential_{name}").value(step), value), name
+
+
+class Odd(nn.Module):
+    """With a parameter whose elements no store takes, and two whose memory was given back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        half = torch.zeros(3, dtype=torch.complex32)
+        flat = torch.randn(64)
+        self.typed = nn.Parameter(half, requires_grad=False)
+        self.freed = nn.Parameter(torch.randn(100, 100), requires_grad=False)
+        self.view = nn.Parameter(flat[8:40].view(4, 8), requires_grad=False)
+        self.shrunk = nn.Parameter(torch.randn(8, 8)[:, :2], requires_grad=False)
+        self.repeated = nn.Parameter(torch.randn(1).expand(5), requires_grad=False)
+        self.freed.untyped_storage().resize_(0)
+        flat.untyped_storage().resize_(0)
+        self.shrunk.untyped_storage().resize_(4 * 40)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.fc(x)
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_a_tensor_that_cannot_be_read_is_left_out_alone(tmp_path: Path) -> None:
+    odd = Odd()
+    optimizer = torch.optim.SGD(odd.fc.parameters(), 0.1, momentum=0.9)
+    with hooked(tmp_path / "run", save_all=True, on_error="warn") as hook:
+        hook.register_module(odd)
+        hook.register_optimizer(optimizer)
+        for _ in range(3):
+            odd(torch.randn(2, 4)).sum().backward()
+            optimizer.step()
+            state = optimizer.state[odd.fc.weight]
+            state["half"] = torch.zeros(2, dtype=torch.complex32)
+    trial = read(tmp_path / "run")
+    assert trial.steps() == [0, 1, 2]
+    for name in ("Odd_fc.weight", "Odd_repeated", "gradient/Odd_fc.weight", "fc_output_0"):
+        assert trial.tensor(name).steps() == [0, 1, 2]
+    assert trial.tensor("optimizer/Odd_fc.weight/momentum_buffer").steps() == [1, 2]
+    troubles = [text for texts in trial.troubles().values() for text in texts]
+    for name, why in {
+        "Odd_typed": "complex32 cannot be stored; leave it out",
+        "Odd_freed": "freed",
+        "Odd_view": "freed",
+        "Odd_shrunk": "shrunk",
+        "optimizer/Odd_fc.weight/half": "converted copy",
+    }.items():
+        assert not trial.has_tensor(name)
+        assert [why in text for text in troubles if text.startswith(f"{name} ")] == [True], name
+
+
+def test_modules_that_are_added_or_wrapped_later_are_found(tmp_path: Path) -> None:
+    class Adapter(nn.Module):
+        def __init__(self, base: nn.Module) -> None:
+            super().__init__()
+            self.base, self.extra = base, nn.Linear(4, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.base(x) + self.extra(x)
+            return out
+
+    net: Any = Net()
+    with hooked(tmp_path / "run", include_collections=["weights", "gradients"]) as hook:
+        hook.register_module(net)
+        train(net, 1)
+        net.fc1 = Adapter(net.fc1)
+        net.head = nn.Linear(2, 2)
+        before, computed = train(net, 2)
+    trial = read(tmp_path / "run")
+    assert trial.tensor("Net_fc1.weight").steps() == [0]
+    for name in ("fc1.base.weight", "fc1.extra.weight", "fc2.weight"):
+        assert same(trial.tensor(f"Net_{name}").value(2), before[1][name])
+        assert same(trial.tensor(f"gradient/Net_{name}").value(1), computed[0][name])
+    assert trial.tensor("Net_head.weight").steps() == [1, 2]
 
 
 def test_tensors_without_dense_values_are_reported_and_cost_nothing_else(tmp_path: Path) -> None:

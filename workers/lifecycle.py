@@ -1,4 +1,8 @@
-"""Hooks that live in this process: closed when it ends, silent in its forks."""
+"""Hooks that live in this process: closed when it ends, silent in its forks.
+
+Processes that `multiprocessing` forked leave without what `atexit` knows; they have a registry of
+their own, which is run while whatever ended the process is still being handled.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,7 @@ class Living(Protocol):
 
 _living: list[Living] = []
 _watching = False
+_child = 0  # the process of multiprocessing that will run `_at_child_exit`
 
 
 def enabled() -> bool:
@@ -29,11 +34,16 @@ def enabled() -> bool:
 
 def enter(hook: Living) -> None:
     """Keep `hook` until it is closed: a script may let go of it long before it ends."""
-    global _watching
+    global _watching, _child
     if not _watching:
         _watching = True
         atexit.register(_at_exit)
         os.register_at_fork(after_in_child=_after_fork)
+    if _child != os.getpid() and _of_multiprocessing():
+        from multiprocessing.util import Finalize
+
+        _child = os.getpid()
+        Finalize(None, _at_child_exit, exitpriority=0)
     _living.append(hook)
 
 
@@ -41,8 +51,20 @@ def leave(hook: Living) -> None:
     _living[:] = [other for other in _living if other is not hook]
 
 
+def _of_multiprocessing() -> bool:
+    process = sys.modules.get("multiprocessing.process")  # any of its children has it
+    return process is not None and process.parent_process() is not None
+
+
 def _at_exit() -> None:
-    reason = _uncaught()
+    _close_all(_uncaught())
+
+
+def _at_child_exit() -> None:
+    _close_all(_reason(sys.exc_info()[1]))
+
+
+def _close_all(reason: str) -> None:
     for hook in tuple(_living):
         hook.at_exit(reason)
 
@@ -58,5 +80,10 @@ def _uncaught() -> str:
     # In a notebook these are of some cell, long ago.
     if hasattr(sys, "ps1"):
         return ""
-    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    return "" if error is None else f"{type(error).__name__}: {error}"
+    return _reason(getattr(sys, "last_exc", None) or getattr(sys, "last_value", None))
+
+
+def _reason(error: BaseException | None) -> str:
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        return ""
+    return f"{type(error).__name__}: {error}"

@@ -259,10 +259,11 @@ for epoch in range(2):
     assert trial.loaded_all_steps
 
 
-def run(program: str) -> subprocess.CompletedProcess[str]:
+def run(program: str | Path) -> subprocess.CompletedProcess[str]:
+    """Code, or the path of a script."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     return subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, *(["-c"] if isinstance(program, str) else []), program],
         env=environment,
         check=False,
         capture_output=True,
@@ -314,6 +315,45 @@ main()
     trial = read(tmp_path / "run")
     assert trial.steps() == [0, 1, 2, 3, 4]
     assert trial.loaded_all_steps
+
+
+@pytest.mark.parametrize(
+    ("method", "end"),
+    [
+        ("fork", ""),
+        ("fork", "raise ArithmeticError('diverged')"),
+        ("fork", "sys.exit(3)"),
+        ("forkserver", ""),
+        ("spawn", "sys.exit(3)"),
+    ],
+)
+def test_a_child_of_multiprocessing_closes_its_hooks(tmp_path: Path, method: str, end: str) -> None:
+    job = tmp_path / "job.py"
+    job.write_text(f"""
+import multiprocessing, sys, torch, smdist.pytorch as smd
+from tests.integration.torch_jobs import Net
+def work():
+    net = Net()
+    hook = smd.Hook({str(tmp_path / "run")!r}, save_config=smd.SaveConfig(save_interval=1),
+                    include_collections=["weights", "gradients"])
+    hook.register_module(net)
+    net(torch.randn(1, 4)).sum().backward()
+    net(torch.randn(1, 4))
+    {end}
+if __name__ == "__main__":
+    mother = smd.Hook({str(tmp_path / "other")!r})  # what is known of it here is forked too
+    child = multiprocessing.get_context({method!r}).Process(target=work)
+    child.start()
+    child.join()
+""")
+    done = run(job)
+    assert done.returncode == 0, done.stderr
+    trial = read(tmp_path / "run")
+    assert trial.loaded_all_steps
+    assert trial.steps(show_incomplete_steps=True) == [0, 1]
+    assert trial.steps() == ([0] if end else [0, 1])
+    reasons = {"": "", "sys.exit(3)": "SystemExit: 3"}
+    assert trial.ranks()[0].reason == reasons.get(end, "ArithmeticError: diverged")
 
 
 def test_a_block_that_fails_ends_the_run_with_its_reason(tmp_path: Path) -> None:

@@ -115,15 +115,17 @@ def check_place(
     """Raise now what `enrol` would raise of the run that is there; writes nothing.
 
     While the identity is not settled, only a run of which every session has ended on this machine
-    is held against it: sessions that live may be of its own start.
+    is held against it, or one that this very process wrote: other sessions that live may be of its
+    own start.
     """
 
     async def check() -> None:
         me = newcomer(identity, environ)
         await _read_run(store)
         sessions = await _read_sessions(store, me.rank)
-        living = (s for s in sessions if s.host != me.host or is_running(s.pid, s.started))
-        if identity.settled or next(living, None) is None:
+        living = [s for s in sessions if s.host != me.host or is_running(s.pid, s.started)]
+        mine = any((s.host, s.pid, s.rank) == (me.host, me.pid, me.rank) for s in living)
+        if identity.settled or not living or mine:
             _decide(store, me, sessions, resume, _explicit_attempt(explicit_attempt, environ))
 
     sync.run(check())

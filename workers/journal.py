@@ -116,8 +116,8 @@ def _reserve(spool: Spool, name: str, size: int) -> int:
             continue
         return descriptor
     raise SpoolUnavailable(
-        f"no room for the journal in {spool.path} nor in {spool.overflow}: free some disk space or "
-        "set SMDIST_SPOOL_DIR"
+        f"no room for the journal in {spool.path} nor in {spool.overflow}: free some disk space, or "
+        "give another place with spool_dir= or SMDIST_SPOOL_DIR"
     )
 
 

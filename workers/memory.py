@@ -146,18 +146,23 @@ def choose_spool(
     environ: Mapping[str, str] = os.environ,
     free_bytes: Callable[[Path], int | None] = free_bytes,
     local_world_size: int | None = None,
+    spool_dir: str | None = None,
 ) -> Placement:
-    """Where a buffer of this size goes. Never fails: making the folder there may."""
+    """Where a buffer of this size goes: `spool_dir` if it is given, which wins over the environment.
+
+    Never fails: making the folder there may.
+    """
     needed = buffer_bytes * max(1, local_world_size or 1)
-    if given := environ.get("SMDIST_SPOOL_DIR"):
+    if given := spool_dir or environ.get("SMDIST_SPOOL_DIR"):
+        name = "spool_dir" if spool_dir else "SMDIST_SPOOL_DIR"
         root = Path(given).expanduser()
         free = free_bytes(root)
         message = None
         if free is None:
-            message = f"SMDIST_SPOOL_DIR={given} is not a directory this process can write to"
+            message = f"{name}={given} is not a directory this process can write to"
         elif free < needed:
             message = (
-                f"SMDIST_SPOOL_DIR={given} has {_mib(free)} free, less than the {_mib(needed)} "
+                f"{name}={given} has {_mib(free)} free, less than the {_mib(needed)} "
                 "that the buffers of the ranks on this machine can take"
             )
         return Placement(root, root, "given", message)

@@ -14,6 +14,7 @@ import logging
 import os
 import shlex
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -24,12 +25,13 @@ import msgspec
 from smdist.config import HookConfig
 from smdist.errors import CaptureError, StoreError, StoreForbidden
 from smdist.identity import StepRef, worker_name
-from smdist.manifest import Session
+from smdist.manifest import Run, Session
 from smdist.storage import Store, check_writable, is_remote, open_store, sync
 from smdist.workers.capture import Capture, CaptureLimits, Usage
 from smdist.workers.enrol import Enrolment, check_place, enrol, saves
 from smdist.workers.host import Host
-from smdist.workers.memory import choose_spool, default_buffer_bytes, read_memory
+from smdist.workers.journal import JournalWriter
+from smdist.workers.memory import Placement, choose_spool, default_buffer_bytes, read_memory
 from smdist.workers.part import PartPlan
 from smdist.workers.processes import start_ticks
 from smdist.workers.progress import DrainProgress, left
@@ -114,6 +116,7 @@ class Outlet(Generic[T]):
         self._parents: object = None
         self.session: Session | None = None
         self._again_at = float("-inf")  # monotonic
+        self._place: Placement | None = None
         self._spool: Path | None = None
 
     # -- who ----------------------------------------------------------------------------------
@@ -134,8 +137,20 @@ class Outlet(Generic[T]):
         if self._state == "waiting":
             identity = self.identity
             if identity.settled and not saves(identity.rank, self._config.include_workers):
-                self._identity, self._state = identity, "nowhere"
+                self._go_nowhere(identity)
         return self._state not in ("nowhere", "closed")
+
+    def _go_nowhere(self, identity: Identity) -> None:
+        self._identity, self._state = identity, "nowhere"
+        wanted, world = self._config.include_workers, identity.world_size
+        if identity.rank == 0 and not any(saves(rank, wanted) for rank in range(world)):
+            self._log.warning(
+                "include_workers=%s names no rank of this job, which has %d (0 to %d): nothing is "
+                "saved at all",
+                list(wanted),
+                world,
+                world - 1,
+            )
 
     @property
     def is_open(self) -> bool:
@@ -180,7 +195,7 @@ class Outlet(Generic[T]):
     def _start(self) -> None:
         identity = self._identity = self.identity
         if not saves(identity.rank, self._config.include_workers):
-            self._state = "nowhere"
+            self._go_nowhere(identity)
             return
         if self._config.dry_run:
             self._sink, self._state = DrySink(), "open"
@@ -202,12 +217,16 @@ class Outlet(Generic[T]):
 
     def _begin_session(self, identity: Identity) -> Capture[T]:
         config = self._config
-        enrolment = self._enrol(identity)
-        self.session = enrolment.session
         buffer_bytes = config.buffer_bytes or default_buffer_bytes(
             read_memory(), identity.local_world_size, identity.world_size, os.cpu_count() or 1
         )
-        spool = self._make_spool(identity, enrolment, buffer_bytes)
+        place = self._choose_place(identity, buffer_bytes)
+        # Before anybody can see this rank in the run: one that has no place to buffer in saves
+        # nothing, ever, and others would wait for it.
+        self._rehearse(identity, place)
+        enrolment = self._enrol(identity)
+        self.session = enrolment.session
+        spool = Spool.create(self._spool_info(enrolment, place), place.root)
         self._spool = spool.path
         limits = CaptureLimits(
             buffer_bytes=buffer_bytes,
@@ -231,13 +250,38 @@ class Outlet(Generic[T]):
                 explicit_attempt=self._where.attempt,
             )
 
-    def _make_spool(self, identity: Identity, enrolment: Enrolment, buffer_bytes: int) -> Spool:
-        environ = dict(os.environ)
-        if self._where.spool_dir is not None:
-            environ["SMDIST_SPOOL_DIR"] = self._where.spool_dir
-        place = choose_spool(buffer_bytes, environ, local_world_size=identity.local_world_size)
-        if place.message:
-            self._say(place.message)
+    def _choose_place(self, identity: Identity, buffer_bytes: int) -> Placement:
+        if self._place is None:  # once, as it may have something to say
+            self._place = choose_spool(
+                buffer_bytes,
+                local_world_size=identity.local_world_size,
+                spool_dir=self._where.spool_dir,
+            )
+            if self._place.message:
+                self._say(self._place.message)
+        return self._place
+
+    def _rehearse(self, identity: Identity, place: Placement) -> None:
+        """Make a spool and remove it again; SpoolUnavailable if that cannot be done."""
+        me = Session(
+            session=uuid.uuid4().hex,
+            rank=identity.rank,
+            world_size=identity.world_size,
+            attempt=0,
+            include_workers="one",
+            started=0.0,
+            host="",
+            pid=os.getpid(),
+            launch="",
+        )
+        nothing = Enrolment(Run(run_id="rehearsal", created=0.0, framework=""), me)
+        spool = Spool.create(self._spool_info(nothing, place), place.root)
+        try:
+            JournalWriter(spool).close()
+        finally:
+            spool.remove()
+
+    def _spool_info(self, enrolment: Enrolment, place: Placement) -> SpoolInfo:
         out_dir = self._config.out_dir
         info = SpoolInfo(
             run=enrolment.run,
@@ -250,7 +294,7 @@ class Outlet(Generic[T]):
             overflow="",
         )
         overflow = private_root(place.overflow) / f"{spool_name(info)}-overflow"
-        return Spool.create(msgspec.structs.replace(info, overflow=str(overflow)), place.root)
+        return msgspec.structs.replace(info, overflow=str(overflow))
 
     def _upload_options(self) -> UploadOptions:
         given: dict[str, Any] = {

@@ -70,17 +70,20 @@ def _check_private(folder: Path) -> None:
     status = folder.lstat()
     if folder.is_symlink() or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise SpoolUnavailable(
-            f"{folder} is not a private folder of this user; remove it or set SMDIST_SPOOL_DIR"
+            f"{folder} is not a private folder of this user; remove it, or give another place with "
+            "spool_dir= or SMDIST_SPOOL_DIR"
         )
 
 
 def _make_private(folder: Path, *, exist_ok: bool = False) -> None:
     """Make `<root>/smdist-<uid>/<name>`, for us alone."""
     try:
+        # Apart from the rest: that this cannot be made is nobody's doing.
+        folder.parent.parent.mkdir(parents=True, exist_ok=True)
         for _ in range(10):
             with contextlib.suppress(FileNotFoundError):
                 with contextlib.suppress(FileExistsError):
-                    folder.parent.mkdir(mode=0o700, parents=True)
+                    folder.parent.mkdir(mode=0o700)
                 _check_private(folder.parent)
                 folder.mkdir(mode=0o700, exist_ok=exist_ok)
                 return
@@ -88,8 +91,8 @@ def _make_private(folder: Path, *, exist_ok: bool = False) -> None:
         raise FileNotFoundError(errno.ENOENT, "it is removed again and again")
     except OSError as error:
         raise SpoolUnavailable(
-            f"cannot make the spool folder {folder}: {error.strerror}; set SMDIST_SPOOL_DIR to a "
-            "writable directory"
+            f"cannot make the spool folder {folder}: {error.strerror}; give a writable directory "
+            "with spool_dir= or SMDIST_SPOOL_DIR"
         ) from error
 
 

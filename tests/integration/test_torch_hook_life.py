@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -118,6 +119,53 @@ hook.close()
     trial = read(tmp_path / "run")
     assert len(trial.attempts()) == 2
     assert int(trial.tensor("scalar/x").value(0)) == 2
+    with pytest.raises(RunExists, match="resume=True"):  # a cell of a notebook, run again
+        smd.Hook(tmp_path / "run")
+
+
+@pytest.mark.parametrize("where", ["/proc/nowhere", "file/below"])
+def test_a_rank_without_a_place_to_buffer_in_does_not_enter_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    net = Net()
+    with hooked(tmp_path / "run", spool_dir=tmp_path / where, on_error="warn") as hook:
+        hook.register_module(net)
+        train(net, 2)
+        assert hook.errors == 1
+    assert not list((tmp_path / "run").rglob("*.json"))
+    assert "spool_dir=" in caplog.text
+    assert ("Not a directory" if "file" in where else "No such file") in caplog.text
+    assert "again and again" not in caplog.text
+
+
+def test_a_full_disk_under_the_spool_is_met_before_the_run(
+    tmp_path: Path, small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (small_disk / "ballast").write_bytes(bytes(shutil.disk_usage(small_disk).free - (64 << 10)))
+    net = Net()
+    with hooked(tmp_path / "run", spool_dir=small_disk, on_error="warn") as hook:
+        hook.register_module(net)
+        train(net, 1)
+    assert not list((tmp_path / "run").rglob("*.json"))
+    assert "no room for the journal" in caplog.text
+    assert [path.name for path in small_disk.iterdir()] == ["ballast"]
+
+
+@pytest.mark.parametrize("settled", [True, False])
+def test_that_nobody_saves_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, settled: bool
+) -> None:
+    net = Net()
+    known = {"rank": 0, "world_size": 1} if settled else {}
+    with hooked(tmp_path / "run", include_workers=[5, 7], **known) as hook:
+        hook.register_module(net)
+        train(net, 3)
+    assert [
+        r.getMessage() for r in caplog.records if "include_workers=[5, 7]" in r.getMessage()
+    ] == [
+        "include_workers=[5, 7] names no rank of this job, which has 1 (0 to 0): nothing is saved at all"
+    ]
 
 
 def test_an_unwritable_place_is_refused_when_the_hook_is_built(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 
 from smdist.errors import ConfigurationError, StoreForbidden
@@ -10,6 +11,8 @@ from smdist.errors import ConfigurationError, StoreForbidden
 __all__ = ["Mishaps"]
 
 _MOST_KINDS = 200
+_STEP = re.compile(r"step \d+")
+_NUMBER = re.compile(r"\d+")
 
 
 class Mishaps:
@@ -37,13 +40,20 @@ class Mishaps:
         """Called in an `except` clause; returns if training is to go on."""
         if self._raises or isinstance(error, (ConfigurationError, StoreForbidden)):
             raise error
-        self.trouble(f"{doing}: {type(error).__name__}: {error}", error)
+        message = f"{doing}: {type(error).__name__}: {error}"
+        # What goes wrong at every step does so with another number each time. Elsewhere a number
+        # may be all that tells two tensors apart.
+        kind = _NUMBER.sub("#", message) if _STEP.fullmatch(doing) else message
+        self._tell(kind, message, error)
 
-    def trouble(self, message: str, error: BaseException | None = None) -> None:
+    def trouble(self, message: str) -> None:
+        self._tell(message, message)
+
+    def _tell(self, kind: str, message: str, error: BaseException | None = None) -> None:
         self.count += 1
-        if message in self._seen or len(self._seen) >= _MOST_KINDS:
+        if kind in self._seen or len(self._seen) >= _MOST_KINDS:
             return
-        self._seen.add(message)
+        self._seen.add(kind)
         self._log.warning("%s (training goes on; said once)", message, exc_info=error)
         if self._note is None:
             self._unnoted.append(message)

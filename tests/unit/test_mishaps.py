@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from smdist.workers.mishaps import Mishaps
+
+
+def fail(mishaps: Mishaps, text: str, doing: str) -> None:
+    try:
+        raise OSError(text)
+    except OSError as error:
+        mishaps.handle(error, doing)
+
+
+def test_what_fails_at_every_step_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    noted: list[str] = []
+    mishaps = Mishaps("warn", logging.getLogger("smdist"))
+    mishaps.note_with(noted.append)
+    for step in range(20):
+        fail(mishaps, f"no room for step {step}", f"step {step}")
+    fail(mishaps, "another thing", "step 20")
+    assert mishaps.count == 21
+    assert [r.getMessage().partition(" (")[0] for r in caplog.records] == noted
+    assert noted == ["step 0: OSError: no room for step 0", "step 20: OSError: another thing"]
+    assert all(record.exc_info for record in caplog.records)
+
+
+def test_tensors_that_differ_in_a_number_are_each_named(caplog: pytest.LogCaptureFixture) -> None:
+    mishaps = Mishaps("warn", logging.getLogger("smdist"))
+    for layer in (1, 2, 1):
+        fail(mishaps, "no", f"capturing gradient/Net_{layer}.weight")
+        mishaps.trouble(f"Net_{layer}.weight was not captured")
+    assert (mishaps.count, len(caplog.records)) == (6, 4)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from os import PathLike
+from threading import TIMEOUT_MAX
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -26,6 +27,7 @@ from smdist.config import PYTORCH, HookConfig
 from smdist.errors import ConfigurationError
 from smdist.reduction import ReductionConfig
 from smdist.schedule import SaveConfig
+from smdist.values import number
 from smdist.workers.hook import CLOSE_TIMEOUT_S, BaseHook
 from smdist.workers.outlet import Whereabouts
 from smdist.workers.script_values import Reading
@@ -91,7 +93,8 @@ class Hook(BaseHook[Value]):
         where = Whereabouts(
             rank, world_size, attempt, None if spool_dir is None else str(spool_dir)
         )
-        self._build(config, where, close_timeout_s)
+        timeout_s = min(number("close_timeout_s", close_timeout_s), TIMEOUT_MAX)
+        self._build(config, where, timeout_s)
 
     @classmethod
     def create_from_json_file(cls, json_file_path: str | PathLike[str] | None = None) -> Hook:

@@ -25,6 +25,7 @@ from smdist.config.framework import Framework
 from smdist.config.manager import CollectionManager
 from smdist.config.parameters import PARAMETERS, Place, Section, read_arguments, read_section
 from smdist.errors import ConfigurationError, NoConfigurationFile
+from smdist.identity import ModeKeys
 from smdist.reduction import ReductionConfig
 from smdist.schedule import SaveConfig
 from smdist.values import known_keys, located
@@ -179,7 +180,27 @@ class HookConfig:
             manager.get(CollectionKeys.DEFAULT).include(self.include_regex)
         for collection in self.collections:
             collection.apply(manager.get(collection.name), self)
+        with located(f"{self.framework.name} hook"):
+            _check_steps(self.save_config)
+        for name, made in manager.get_collections().items():
+            with located(f"collection {name!r}"):
+                _check_steps(made.save_config)
         return manager
+
+
+def _check_steps(config: SaveConfig | None) -> None:
+    if config is None:
+        return
+    for mode in ModeKeys:
+        schedule = config.schedule(mode)
+        # No end at all is None; 0 is how the interval is switched off.
+        ends = schedule.end_step and schedule.start_step >= schedule.end_step
+        if ends and not schedule.save_steps:
+            raise ConfigurationError(
+                f"start_step={schedule.start_step} is not before end_step={schedule.end_step} in "
+                f"mode {mode.name}: nothing would be saved; correct one of them, or set "
+                "end_step=0 if that is meant"
+            )
 
 
 def config_file(

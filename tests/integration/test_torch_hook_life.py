@@ -183,6 +183,11 @@ def test_wrong_settings_are_refused_when_the_hook_is_built(tmp_path: Path) -> No
         {"include_regex": "("},
         {"include_workers": "some"},
         {"save_config": {"save_interval": 0}},
+        {"save_config": smd.SaveConfig(save_interval=1, start_step=10, end_step=5)},
+        {"save_config": smd.SaveConfig({smd.modes.EVAL: {"start_step": 5, "end_step": 5}})},
+        {"close_timeout_s": -1},
+        {"close_timeout_s": "soon"},
+        {"close_timeout_s": float("nan")},
         {"rank": 5, "world_size": 2},
     ):
         with pytest.raises(ConfigurationError):

@@ -233,6 +233,8 @@ def test_every_hook_parameter_works(as_text: bool) -> None:
 def test_precedence_key_by_key(settings: dict[Any, int], mode: ModeKeys) -> None:
     sections: dict[str, dict[str, str]] = {"hook": {}, "collection": {}}
     for (place, of_mode, key), value in settings.items():
+        if key == "end_step":  # behind any start, or it would be refused
+            value = settings[place, of_mode, key] = value + 100
         name = key if of_mode is None else f"{of_mode.name.lower()}.{key}"
         sections[place][name] = str(value)
     config = from_json(
@@ -307,6 +309,24 @@ def test_repeated_collections_are_merged() -> None:
         {"CollectionName": "c", "CollectionParameters": {"save_interval": 3}},
     ]
     assert schedule_of(from_json(None, entries), "c", TRAIN) == Schedule(3, 0, 9)
+
+
+@pytest.mark.parametrize(
+    ("hook", "collection", "where"),
+    [
+        ({"start_step": 10, "end_step": 5}, {}, "hook: start_step=10 .*end_step=5"),
+        ({"train.start_step": 5, "end_step": 5}, {}, "hook: .* TRAIN"),
+        ({"end_step": 5}, {"eval.start_step": "9"}, "collection 'c'.*EVAL"),
+    ],
+)
+def test_steps_that_end_before_they_start_are_refused(
+    hook: dict[str, Any], collection: dict[str, Any], where: str
+) -> None:
+    entry = {"CollectionName": "c", "CollectionParameters": collection}
+    with pytest.raises(ConfigurationError, match=where):
+        from_json(hook, [entry]).build_manager()
+    for fine in ({"end_step": 0}, {"save_steps": [3]}, {"end_step": 11}):
+        from_json({"start_step": 10, "end_step": 5, **fine}).build_manager()
 
 
 def test_request_of_the_sagemaker_sdk() -> None:

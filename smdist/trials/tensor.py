@@ -189,6 +189,12 @@ class Tensor:
     def _no_reduction(
         self, name: str, step_num: int, mode: ModeKeys, found: list[Found]
     ) -> TensorUnavailableForStep:
+        if any(one.tensor.offset >= 0 for one in found):
+            detail = (
+                f"complex numbers have no order, so {name!r} is not defined for them; the raw "
+                "tensor is there: use value()"
+            )
+            return TensorUnavailableForStep(self.name, step_num, mode, False, detail)
         saved = any(one.tensor.row >= 0 for one in found)
         detail = f"neither the raw tensor nor {name!r} was saved"
         return TensorUnavailableForStep(self.name, step_num, mode, False, detail if saved else "")

@@ -87,7 +87,7 @@ class Trial(Follower):
         def query() -> list[str]:
             names = self._names(self.catalogue, step, mode)
             if regex is not None:
-                patterns = [re.compile(r) for r in ([regex] if isinstance(regex, str) else regex)]
+                patterns = [_pattern(r) for r in ([regex] if isinstance(regex, str) else regex)]
                 names = {name for name in names if any(p.search(name) for p in patterns)}
             if collection is not None:
                 names &= self._members(self.catalogue, collection)
@@ -324,6 +324,15 @@ class Trial(Follower):
     def describe(self) -> str:
         """The run in a few lines, for people."""
         return describe(self.name, self.path, self.catalogue)
+
+
+def _pattern(regex: str) -> re.Pattern[str]:
+    try:
+        return re.compile(regex)
+    except (re.error, TypeError) as error:
+        raise ConfigurationError(
+            f"regex={regex!r} is no regular expression: {error}; re.escape() makes one of a name"
+        ) from error
 
 
 def _by_number(name: str) -> tuple[str, int]:

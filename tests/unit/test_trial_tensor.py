@@ -328,3 +328,18 @@ def test_a_trial_describes_itself(run: RunBuilder, tmp_path: Path) -> None:
     assert "3 complete, 0 partial" in trial.describe()
     assert "3 steps 0..2" in repr(trial.tensor("w"))
     assert trial.name == tmp_path.name
+
+
+def test_what_has_no_order_says_where_its_values_are(run: RunBuilder, tmp_path: Path) -> None:
+    run.rank(0).step(GLOBAL, 0, {"c": np.array([1 + 2j])}).end()
+    tensor = create_trial(tmp_path).tensor("c")
+    with pytest.raises(errors.TensorUnavailableForStep, match=r"complex.*value\(\)"):
+        tensor.reduction_value(0, "mean")
+    assert tensor.value(0)[0] == 1 + 2j
+
+
+@pytest.mark.parametrize("wrong", ["(", ["x", "["], [3]])
+def test_a_wrong_pattern_is_an_error_of_ours(run: RunBuilder, tmp_path: Path, wrong: Any) -> None:
+    run.rank(0).step(GLOBAL, 0, {"x": array(2)}).end()
+    with pytest.raises(errors.ConfigurationError, match=r"regex=.*re\.escape"):
+        create_trial(tmp_path).tensor_names(regex=wrong)

@@ -135,3 +135,16 @@ def test_the_format_names_every_key_of_a_run() -> None:
     assert len(keys) >= 7
     told = (REPOSITORY / "docs" / "format.md").read_text()
     assert [key for key in keys if key not in told] == []
+
+
+@pytest.mark.torch
+def test_what_json_spells_in_another_way_is_told() -> None:
+    from smdist.config.parameters import Place, keys_in
+
+    hook = importlib.import_module("smdist.pytorch").Hook
+    python, in_json = set(inspect.signature(hook).parameters), set(keys_in(Place.HOOK))
+    guide = (REPOSITORY / "docs" / "guide.md").read_text()
+    told = guide.partition("with these exceptions: ")[2].partition("\n`train.")[0]
+    plain = {key for key in in_json if "." not in key}
+    assert {name for name in python ^ plain if f"`{name}`" not in told} == set()
+    assert {name for name in python & plain if f"`{name}`" in told} == set()

@@ -167,6 +167,8 @@ def story(
                 "on Ray"
             )
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            # Without a place of its own, torchrun leaves a folder among the temporary ones.
+            command += ["--log-dir", str(args.out / "torchrun")]
             command += ["--nproc-per-node", str(args.ranks), str(HERE / "job.py")]
             command += ["--out-dir", url, "--steps", str(args.steps), "--pause", "0.1"]
             command += ["--bad-rank", str(bad_rank), "--bad-step", str(bad_step)]

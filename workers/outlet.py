@@ -128,6 +128,11 @@ class Outlet(Generic[T]):
             return self._identity
         return resolve_rank(self._where.rank, self._where.world_size)
 
+    def become(self, rank: int, world_size: int) -> None:
+        """This process turned out to hold several ranks, and this outlet is that one's."""
+        if self._state == "waiting":
+            self._where = msgspec.structs.replace(self._where, rank=rank, world_size=world_size)
+
     @property
     def _worker(self) -> str:
         return worker_name(self.identity.rank)

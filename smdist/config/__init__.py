@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from smdist.config.framework import PYTORCH, Framework
+from smdist.config.framework import PYTORCH, TENSORFLOW, Framework
 from smdist.config.hook import CollectionConfig, HookConfig
 from smdist.config.manager import CollectionManager
 
-__all__ = ["PYTORCH", "CollectionConfig", "CollectionManager", "Framework", "HookConfig"]
+__all__ = [
+    "PYTORCH",
+    "TENSORFLOW",
+    "CollectionConfig",
+    "CollectionManager",
+    "Framework",
+    "HookConfig",
+]

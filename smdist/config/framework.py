@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from smdist.collection import CollectionKeys as Keys
 
-__all__ = ["PYTORCH", "Framework"]
+__all__ = ["PYTORCH", "TENSORFLOW", "Framework"]
 
 
 def _frozen(table: Mapping[str, tuple[str, ...]]) -> Mapping[str, tuple[str, ...]]:
@@ -49,4 +49,23 @@ PYTORCH = Framework(
         }
     ),
     always=(Keys.LOSSES,),
+)
+
+TENSORFLOW = Framework(
+    name="tensorflow",
+    collections=_frozen(
+        {
+            Keys.WEIGHTS: (r"^[^:]*/weights/(?!.*bias)",),
+            Keys.BIASES: (r"^[^:]*/weights/.*bias",),
+            Keys.GRADIENTS: ("^gradients/",),
+            Keys.LOSSES: (r"^(val_)?loss$",),
+            Keys.METRICS: (),  # what Keras reports besides: the hook knows when it sees it
+            Keys.INPUTS: (r"^inputs(_\d+)?$",),
+            Keys.OUTPUTS: (r"^(labels|predictions)(_\d+)?$",),
+            Keys.LAYERS: (r"/(inputs|outputs)(_\d+)?$",),
+            Keys.SM_METRICS: (),
+            Keys.OPTIMIZER_VARIABLES: ("^optimizer/",),
+        }
+    ),
+    always=(Keys.METRICS, Keys.LOSSES, Keys.SM_METRICS),
 )

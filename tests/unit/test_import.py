@@ -23,7 +23,7 @@ ADAPTERS = {
     "mxnet": "workers/mxnet_*.py",
     "pandas": "",
     "ray": "coordination/*.py",
-    "tensorflow": "workers/*_hook.py",
+    "tensorflow": "workers/[kst][ef]*.py",
     "torch": "workers/torch_*.py",
     "xgboost": "workers/xgboost_*.py",
 }

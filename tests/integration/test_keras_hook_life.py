@@ -1,0 +1,281 @@
+"""When the Keras hook saves, what it leaves behind, and what it does not get in the way of."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow")
+
+import smdist.tensorflow as smd  # noqa: E402
+from smdist.errors import ConfigurationError  # noqa: E402
+from tests.integration.keras_jobs import (  # noqa: E402
+    BATCH,
+    KERAS_3,
+    close,
+    data,
+    hooked,
+    make_model,
+    read,
+    training,
+)
+
+pytestmark = pytest.mark.tensorflow
+
+TRAIN, EVAL = smd.modes.TRAIN, smd.modes.EVAL
+INSIDE = ["weights", "gradients"]
+
+
+def endless(x: Any, y: Any) -> Any:
+    """A dataset whose size nobody knows."""
+
+    def batches() -> Iterator[tuple[Any, Any]]:
+        for start in range(0, len(x), BATCH):
+            yield x[start : start + BATCH], y[start : start + BATCH]
+
+    spec = (
+        tf.TensorSpec((None, x.shape[1]), tf.float32),
+        tf.TensorSpec((None, y.shape[1]), tf.float32),
+    )
+    return tf.data.Dataset.from_generator(batches, output_signature=spec)
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "results"])
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+@pytest.mark.filterwarnings("ignore:.*ran out of data")
+def test_the_end_of_an_epoch_is_no_step(tmp_path: Path, eager: bool, inside: bool) -> None:
+    x, y = data()
+    model = make_model(eager=eager)
+    wanted = INSIDE if inside else []
+    with hooked(tmp_path / "run", interval=5, include_collections=wanted) as hook:
+        model.fit(endless(x, y), epochs=3, verbose=0, shuffle=False, callbacks=[hook])
+        model.evaluate(endless(x, y), verbose=0, callbacks=[hook])
+        assert hook.mode_steps[TRAIN] == 14
+        assert hook.mode_steps[EVAL] == 4
+    trial = read(tmp_path / "run")
+    assert trial.steps(mode=TRAIN) == [0, 5, 10]
+    assert trial.steps(mode=EVAL) == [0]
+    if inside:
+        steps = [step for epoch in training(x, y, epochs=3) for step in epoch]
+        for number in (0, 5, 10):
+            kernel = trial.tensor("top/weights/top/kernel:0").value(number, mode=TRAIN)
+            close(kernel, steps[number].weights["w2"])
+
+
+def test_schedules_of_their_own_and_of_modes(tmp_path: Path) -> None:
+    x, y = data()
+    model = make_model()
+    config = smd.SaveConfig(
+        {
+            TRAIN: smd.SaveConfigMode(save_interval=3),
+            EVAL: smd.SaveConfigMode(save_steps=[1], save_interval=100, start_step=100),
+        }
+    )
+    with smd.KerasHook(
+        tmp_path / "run", save_config=config, include_collections=["gradients"], on_error="raise"
+    ) as hook:
+        hook.get_collection("gradients").save_config = smd.SaveConfig(save_steps=[4], end_step=0)
+        hook.get_collection("metrics").save_config.end_step = 0  # type: ignore[union-attr]
+        for _ in range(2):
+            model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[hook])
+            model.evaluate(x, y, batch_size=BATCH, verbose=0, callbacks=[hook])
+    trial = read(tmp_path / "run")
+    assert set(trial.tensor_names(collection="metrics")) == set()
+    assert trial.tensor("loss").steps(mode=TRAIN) == [0, 3, 6, 9]
+    assert trial.tensor("loss").steps(mode=EVAL) == [1]
+    assert trial.tensor("gradients/top/kernelGrad").steps(mode=TRAIN) == [4]
+    # Five steps of training come before the first ones of evaluation.
+    assert trial.global_step(EVAL, 1) == 6
+    assert trial.global_step(TRAIN, 6) == 11
+
+
+@pytest.mark.parametrize("samples", [20, 18], ids=["even", "a rest"])
+def test_steps_per_execution(tmp_path: Path, samples: int) -> None:
+    x, y = data(samples)
+    model = make_model(steps_per_execution=2)
+    with hooked(tmp_path / "run", interval=3, include_collections=INSIDE) as hook:
+        model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, callbacks=[hook])
+        model.predict(x, batch_size=BATCH, verbose=0, callbacks=[hook])
+        assert hook.mode_steps[TRAIN] == 9
+        assert hook.mode_steps[smd.modes.PREDICT] == 4
+    trial = read(tmp_path / "run")
+    assert trial.steps(mode=TRAIN) == [0, 3, 6, 9]
+    steps = [step for epoch in training(x, y, epochs=2) for step in epoch]
+    for number in (0, 3, 6, 9):
+        gradient = trial.tensor("gradients/hidden/kernelGrad").value(number, mode=TRAIN)
+        close(gradient, steps[number].gradients["w1"])
+    close(model.get_weights()[2], steps[-1].updated["w2"])
+
+
+def test_training_goes_as_without_a_hook(tmp_path: Path) -> None:
+    x, y = data()
+    plain, captured = make_model(), make_model()
+    options = {"batch_size": BATCH, "epochs": 3, "shuffle": False, "verbose": 0}
+    history = plain.fit(x, y, validation_data=(x, y), **options).history
+    with hooked(tmp_path / "run", interval=2, save_all=True) as hook:
+        found = captured.fit(x, y, validation_data=(x, y), callbacks=[hook], **options).history
+        outputs = captured.predict(x, batch_size=BATCH, verbose=0, callbacks=[hook])
+    assert history.keys() == found.keys()
+    for name, values in history.items():
+        close(found[name], values)
+    for one, other in zip(plain.get_weights(), captured.get_weights(), strict=True):
+        close(one, other)
+    close(outputs, plain.predict(x, batch_size=BATCH, verbose=0))
+
+
+def test_nothing_is_traced_again(tmp_path: Path) -> None:
+    x, y = data()
+    model = make_model()
+    with hooked(tmp_path / "run", interval=2, save_all=True) as hook:
+        model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[hook])
+        traced = hook._recording.traces
+        assert 0 < traced <= 2  # the first trace makes the optimizer's variables
+        for _ in range(3):
+            model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[hook])
+        assert hook._recording.traces == traced
+
+
+def test_only_instances_are_touched_and_only_during_a_step(tmp_path: Path) -> None:
+    x, y = data(8)
+    model = make_model()
+    targets = [model, model.optimizer, *model.layers]
+    before = [set(vars(target)) for target in targets]
+    classes = [dict(vars(type(target))) for target in targets]
+
+    class Looking(tf.keras.callbacks.Callback):  # type: ignore[misc]
+        looked = 0
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            names = {"call", "compute_loss", "apply", "apply_gradients"}
+            assert not any(names & set(vars(target)) for target in targets)
+            Looking.looked += 1
+
+    with hooked(tmp_path / "run", save_all=True) as hook:
+        model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[hook, Looking()])
+        assert type(model.train_function).__module__.partition(".")[0] != "smdist"
+    assert Looking.looked == 2
+    names = {"call", "compute_loss", "apply", "apply_gradients"}
+    assert [set(vars(t)) & names for t in targets] == [b & names for b in before]
+    assert [dict(vars(type(t))) for t in targets] == classes
+    model.save(tmp_path / ("model.keras" if KERAS_3 else "model.h5"))
+
+
+def test_a_hook_that_is_closed_or_switched_off_does_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = data(8)
+    model = make_model()
+    hook = hooked(tmp_path / "run")
+    model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[hook])
+    hook.close()
+    hook.close()
+    model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[hook])
+    assert read(tmp_path / "run").steps(mode=TRAIN) == [0, 1]
+    monkeypatch.setenv("USE_SMDIST", "0")
+    with hooked(tmp_path / "off", save_all=True) as off:
+        model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[off])
+    assert not (tmp_path / "off").exists()
+
+
+def test_a_hook_that_closes_within_fit(tmp_path: Path) -> None:
+    x, y = data()
+    model = make_model()
+    hook = hooked(tmp_path / "run", include_collections=INSIDE)
+
+    class Closing(tf.keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 2:
+                hook.close()
+
+    model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[hook, Closing()])
+    assert read(tmp_path / "run").steps(mode=TRAIN) == [0, 1, 2]
+    close(model.get_weights()[0], training(x, y)[0][-1].updated["w1"])
+
+
+def test_recompiling_and_a_second_model(tmp_path: Path) -> None:
+    x, y = data(8)
+    model, other = make_model(), make_model()
+    with hooked(tmp_path / "run", include_collections=INSIDE) as hook:
+        model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[hook])
+        model.compile(optimizer=tf.keras.optimizers.SGD(0.5), loss="mae")
+        model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[hook])
+        other.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[hook])
+    trial = read(tmp_path / "run")
+    assert trial.steps(mode=TRAIN) == [0, 1, 2, 3, 4, 5]
+    weights, gradients = (
+        trial.tensor(n) for n in ("top/weights/top/bias:0", "gradients/top/biasGrad")
+    )
+    for step, rate in ((0, 0.1), (2, 0.5), (4, 0.1)):
+        after = weights.value(step, mode=TRAIN) - rate * gradients.value(step, mode=TRAIN)
+        close(weights.value(step + 1, mode=TRAIN), after)
+
+
+def test_what_cannot_be_seen_is_said_and_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, y = data(8)
+
+    class Hidden(tf.keras.layers.Layer):  # type: ignore[misc]
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            self.inner = tf.keras.layers.Dense(2, name="inner")
+
+        def build(self, shape: Any) -> None:
+            self.inner.build(shape)
+            super().build(shape)
+
+        @tf.function  # type: ignore[untyped-decorator]
+        def call(self, inputs: Any) -> Any:
+            return self.inner(inputs)
+
+    model = tf.keras.Sequential([tf.keras.Input(shape=(3,)), Hidden(name="outer")])
+    model.compile(optimizer="sgd", loss="mse", jit_compile=False)
+    hook = smd.KerasHook(
+        tmp_path / "run", include_collections=["layers"], save_config=smd.SaveConfig(save_interval=1)
+    )
+    with caplog.at_level(logging.WARNING, logger="smdist"), hook:
+        model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[hook])
+    assert "outer/inner/outputs is computed inside a function" in caplog.text
+    trial = read(tmp_path / "run")
+    assert trial.tensor("outer/outputs").steps(mode=TRAIN) == [0, 1]
+
+
+def test_wrong_arguments_say_so(tmp_path: Path) -> None:
+    with hooked(tmp_path / "run") as hook:
+        with pytest.raises(ConfigurationError, match="wrap_optimizer takes an optimizer"):
+            hook.wrap_optimizer("adam")
+        with pytest.raises(ConfigurationError, match="wrap_tape takes a GradientTape"):
+            hook.wrap_tape(None)
+        with pytest.raises(ConfigurationError, match="has no name to be found by"):
+            hook.add_to_collection("mine", 3)
+
+
+def test_mixed_precision(tmp_path: Path) -> None:
+    """Gradients are those of the loss, whatever it was multiplied with for their sake."""
+    x, y = data(8)
+    policy = "mixed_float16"
+    layers = tf.keras.layers
+    model = tf.keras.Sequential(
+        [
+            tf.keras.Input(shape=(3,)),
+            layers.Dense(4, dtype=policy, name="half"),
+            layers.Dense(2, dtype="float32", name="top"),
+        ]
+    )
+    optimizer = tf.keras.optimizers.SGD(0.1)
+    scaling = tf.keras.mixed_precision.LossScaleOptimizer(optimizer)
+    model.compile(optimizer=scaling, loss="mse", jit_compile=False)
+    with hooked(tmp_path / "run", include_collections=["weights", "gradients", "layers"]) as hook:
+        model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[hook])
+    trial = read(tmp_path / "run")
+    assert trial.tensor("half/outputs").value(0, mode=TRAIN).dtype == np.float16
+    weights, gradients = (
+        trial.tensor(n) for n in ("half/weights/half/kernel:0", "gradients/half/kernelGrad")
+    )
+    after = weights.value(0, mode=TRAIN) - 0.1 * gradients.value(0, mode=TRAIN)
+    np.testing.assert_allclose(weights.value(1, mode=TRAIN), after, rtol=1e-3, atol=1e-4)

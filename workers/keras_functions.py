@@ -1,0 +1,106 @@
+"""One step of a Keras model as a function of its batch: with taps, or plain.
+
+Keras makes a function that takes its batches from an iterator. A step that is captured needs its
+batch first: whether there is one at all decides whether there is a step. So these functions do what
+Keras' own do (`make_train_function` and its like), for one batch: under the model's strategy,
+compiled as the model is, results reduced as Keras reduces them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from smdist.workers.keras_taps import Taps
+
+__all__ = ["StepFunction", "is_keras_3"]
+
+_COUNTERS = {"train": "_train_counter", "test": "_test_counter", "predict": "_predict_counter"}
+
+
+def is_keras_3(model: Any) -> bool:
+    return hasattr(model, "stateless_call")
+
+
+class StepFunction:
+    """`phase` is "train", "test" or "predict". Called on the training thread."""
+
+    def __init__(
+        self, model: Any, phase: str, taps: Taps | None, optimizers: Callable[[], list[Any]]
+    ) -> None:
+        self._model, self._phase, self._taps, self._optimizers = model, phase, taps, optimizers
+        self._reduce = _reducer(model)
+        self.eager = bool(model.run_eagerly)
+        self.traced = False  # has run once
+        self._function = self._run
+        if not self.eager:
+            self._function = tf.function(
+                self._run, reduce_retracing=True, autograph=not is_keras_3(model)
+            )
+
+    def __call__(self, data: Any) -> tuple[Any, dict[str, tuple[Any, ...]]]:
+        """What Keras' function would return, and what the taps saw: per name, one per replica."""
+        result: tuple[Any, dict[str, tuple[Any, ...]]] = self._function(_without_optionals(data))
+        self.traced = True
+        return result
+
+    @property
+    def traces(self) -> int:
+        return 0 if self.eager else int(self._function.experimental_get_tracing_count())
+
+    def _run(self, data: Any) -> Any:
+        model = self._model
+        strategy = model.distribute_strategy
+        step = self._step
+        if not self.eager and model.jit_compile:
+            step = tf.function(
+                step, jit_compile=True, reduce_retracing=True, autograph=not is_keras_3(model)
+            )
+        if self._taps is None:
+            outputs, seen = strategy.run(step, args=(data,))
+        else:
+            with self._taps.installed(self._optimizers()):
+                outputs, seen = strategy.run(step, args=(data,))
+        return self._reduced(outputs), self._local(seen)
+
+    def _step(self, data: Any) -> Any:
+        step = getattr(self._model, f"{self._phase}_step")
+        if self._taps is None:
+            outputs, seen = step(data), {}
+        else:
+            outputs, seen = self._taps.watch(data, step)
+        counter = getattr(self._model, _COUNTERS[self._phase], None)
+        if counter is not None:
+            counter.assign_add(1)
+        return outputs, seen
+
+    @tf.autograph.experimental.do_not_convert
+    def _reduced(self, outputs: Any) -> Any:
+        strategy = self._model.distribute_strategy
+        how = "concat"
+        if self._phase != "predict":
+            how = getattr(self._model, "distribute_reduction_method", None) or "auto"
+        return self._reduce(outputs, strategy, reduction=how)
+
+    @tf.autograph.experimental.do_not_convert
+    def _local(self, seen: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
+        strategy = self._model.distribute_strategy
+        return {name: tuple(strategy.experimental_local_results(t)) for name, t in seen.items()}
+
+
+def _reducer(model: Any) -> Callable[..., Any]:
+    """Keras' own: it stands beside the class that brings `fit`."""
+    for kind in type(model).__mro__:
+        found = getattr(sys.modules.get(kind.__module__), "reduce_per_replica", None)
+        if found is not None:
+            return tf.autograph.experimental.do_not_convert(found)  # type: ignore[no-any-return]
+    return lambda values, strategy, reduction: values
+
+
+def _without_optionals(data: Any) -> Any:
+    """A part of a batch that is None comes out of a dataset as an empty Optional."""
+    optional = tf.experimental.Optional
+    return tf.nest.map_structure(lambda item: None if isinstance(item, optional) else item, data)

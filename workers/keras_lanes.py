@@ -1,0 +1,91 @@
+"""The ranks of one process. A strategy that mirrors a model on several devices runs all its replicas
+in one process, and each of them is a worker of its own: with its own session, spool and uploader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from smdist.identity import StepRef, worker_name
+from smdist.manifest import Collections, collections_key
+from smdist.planning import StepPlan
+from smdist.workers.outlet import Outlet
+from smdist.workers.recorder import Recorder
+from smdist.workers.tf_host import Array
+
+__all__ = ["Lane", "Lanes"]
+
+
+class Lane:
+    """A replica after the first, whose recorder and outlet are the hook's own."""
+
+    def __init__(
+        self, outlet: Outlet[Array], recorder: Recorder[Array], describe: Callable[[str], Collections]
+    ) -> None:
+        self.outlet, self.recorder, self._describe = outlet, recorder, describe
+        self.described = False
+
+    def begin(self, ref: StepRef, plan: StepPlan) -> None:
+        self.recorder.finish()
+        sink = self.outlet.open()
+        if sink is None:
+            return
+        if not self.described:
+            self.described = True
+            worker = worker_name(self.outlet.identity.rank)
+            sink.describe(collections_key(worker), msgspec.json.encode(self._describe(worker)))
+        self.recorder.begin(sink, ref, plan)
+
+
+class Lanes:
+    """All replicas of this process; `values` have one item for each."""
+
+    def __init__(self, first: Recorder[Array]) -> None:
+        self.first = first
+        self.others: list[Lane] = []
+
+    def __len__(self) -> int:
+        return 1 + len(self.others)
+
+    def begin(self) -> None:
+        ref, plan = self.first.ref, self.first.plan
+        if ref is not None and plan is not None:
+            for lane in self.others:
+                lane.begin(ref, plan)
+
+    def offer(self, names: tuple[str, ...], values: Sequence[Sequence[Any]], read: Any) -> None:
+        """Record what is wanted of tensors that have one value per replica, read by `read`."""
+        plan = self.first.plan
+        if plan is None:
+            return
+        wanted = [i for i, name in enumerate(names) if plan.wants(name) is not None]
+        if not wanted:
+            return
+        kept = tuple(names[i] for i in wanted)
+        recorders = [self.first, *(lane.recorder for lane in self.others)]
+        for replica, recorder in enumerate(recorders):
+            if recorder.recording:
+                picked = [values[i][min(replica, len(values[i]) - 1)] for i in wanted]
+                recorder.offer_many(kept, [read(value) for value in picked])
+
+    def close(self) -> None:
+        self.first.close()
+        for lane in self.others:
+            lane.recorder.close()
+
+    def finish(self) -> None:
+        for lane in self.others:
+            lane.recorder.finish()
+
+    def forget(self) -> None:
+        for lane in self.others:
+            lane.described = False
+            lane.recorder.forget()
+
+    def abandon(self) -> None:
+        for lane in self.others:
+            lane.recorder.abandon()
+            lane.outlet.abandon()

@@ -1,0 +1,163 @@
+"""What layers, variables and optimizer variables of a Keras model are called.
+
+By their place in the model, not by what Keras calls them, which differs between its versions:
+
+    dense                              a layer; one inside another: block/dense
+    dense/kernel                       a variable: its layer, and the last part of its own name
+    dense/weights/dense/kernel:0       its value (the first layer on the way to it comes first)
+    gradients/dense/kernelGrad         its gradient
+    optimizer/dense/kernel/momentums   what the optimizer keeps for it
+    optimizer/iterations               what the optimizer keeps besides
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from smdist.workers.tf_host import is_variable, tf_variable
+
+__all__ = ["Names", "NamedVariable", "gradient_name", "loose_names", "weight_name"]
+
+_NOT_SLOTS = ("_variables", "variables", "_trainable_variables")
+
+
+class NamedVariable(NamedTuple):
+    name: str  # of its value
+    path: str
+    variable: Any
+
+
+def gradient_name(path: str) -> str:
+    return f"gradients/{path}Grad"
+
+
+def weight_name(path: str) -> str:
+    return f"{path.partition('/')[0]}/weights/{path}:0"
+
+
+class Names:
+    """Of one model, as it is now. `current` tells whether it still is so."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.layers: dict[str, Any] = {}
+        self.variables: list[NamedVariable] = []
+        self._paths: dict[int, str] = {}
+        self._layer_paths: dict[int, str] = {}
+        self._walk(model, "")
+        self._ids = self._key()
+
+    @property
+    def current(self) -> bool:
+        return self._ids == self._key()
+
+    def _key(self) -> tuple[tuple[int, ...], int]:
+        return tuple(map(id, self.model.weights)), len(self._layers_of(self.model))
+
+    def path_of(self, variable: Any) -> str | None:
+        return self._paths.get(id(variable)) or self._paths.get(id(tf_variable(variable)))
+
+    def layer_path(self, layer: Any) -> str | None:
+        return self._layer_paths.get(id(layer))
+
+    # -- the model ----------------------------------------------------------------------------
+
+    def _walk(self, layer: Any, path: str) -> None:
+        taken: set[str] = set()
+        for child in self._layers_of(layer):
+            if id(child) in self._layer_paths or child is self.model:
+                continue
+            name = _unique(child.name, taken)
+            child_path = f"{path}/{name}" if path else name
+            self._layer_paths[id(child)] = child_path
+            self.layers[child_path] = child
+            self._walk(child, child_path)
+        taken.clear()
+        for variable in layer.weights:
+            if id(variable) not in self._paths:
+                leaf = _unique(_leaf(variable), taken)
+                self._add(variable, f"{path or layer.name}/{leaf}")
+
+    def _add(self, variable: Any, path: str) -> None:
+        self._paths[id(variable)] = self._paths[id(tf_variable(variable))] = path
+        self.variables.append(NamedVariable(weight_name(path), path, variable))
+
+    @staticmethod
+    def _layers_of(layer: Any) -> list[Any]:
+        """In Keras 2 metrics are layers too."""
+        kinds = tf.keras.layers.Layer, tf.keras.metrics.Metric
+        found = layer._flatten_layers(recursive=False, include_self=False)
+        return [child for child in found if isinstance(child, kinds[0]) and not isinstance(child, kinds[1])]
+
+    # -- its optimizer ------------------------------------------------------------------------
+
+    def optimizer_variables(self, optimizer: Any) -> list[NamedVariable]:
+        inner = getattr(optimizer, "inner_optimizer", None)
+        optimizer = optimizer if inner is None else inner
+        found: dict[int, NamedVariable] = {}
+        for path, slot, variable in self._slots(optimizer):
+            name = f"optimizer/{path}/{slot}"
+            found[id(variable)] = NamedVariable(name, name, variable)
+        for key in ("iterations", "learning_rate"):
+            variable = getattr(optimizer, f"_{key}", None)
+            if is_variable(variable):
+                found.setdefault(id(variable), NamedVariable(f"optimizer/{key}", key, variable))
+        taken = {named.name for named in found.values()}
+        for variable in _all_of(optimizer):
+            if id(variable) not in found and self.path_of(variable) is None:
+                name = _unique(f"optimizer/{_leaf(variable)}", taken)
+                found[id(variable)] = NamedVariable(name, name, variable)
+        return list(found.values())
+
+    def _slots(self, optimizer: Any) -> Iterator[tuple[str, str, Any]]:
+        if hasattr(optimizer, "get_slot_names"):  # optimizers of before Keras 2.11
+            for slot in optimizer.get_slot_names():
+                for named in self.variables:
+                    if named.variable.trainable:
+                        yield named.path, slot, optimizer.get_slot(named.variable, slot)
+            return
+        trained = getattr(optimizer, "_trainable_variables", None) or self.model.trainable_variables
+        for attribute, value in vars(optimizer).items():
+            if attribute in _NOT_SLOTS or not isinstance(value, (list, tuple)):
+                continue
+            if len(value) != len(trained):
+                continue
+            for variable, owner in zip(value, trained, strict=True):
+                path = self.path_of(owner)
+                if path is not None and is_variable(variable) and variable is not owner:
+                    yield path, attribute.strip("_"), variable
+
+
+def loose_names(variables: Iterable[Any]) -> dict[int, str]:
+    """Paths of variables whose model nobody knows: layer and name, or all of it where that is not
+    enough to tell them apart. By `id` of the variable."""
+    variables = list(variables)
+    paths = [str(getattr(v, "path", v.name)).partition(":")[0] for v in variables]
+    short = ["/".join(path.split("/")[-2:]) for path in paths]
+    return {
+        id(variable): brief if short.count(brief) == 1 else path
+        for variable, path, brief in zip(variables, paths, short, strict=True)
+    }
+
+
+def _all_of(optimizer: Any) -> list[Any]:
+    variables = optimizer.variables
+    if callable(variables) and not isinstance(variables, list):
+        variables = variables()
+    return [variable for variable in variables if is_variable(variable)]
+
+
+def _leaf(variable: Any) -> str:
+    return str(variable.name).split("/")[-1].partition(":")[0]
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    found, count = name, 0
+    while found in taken:
+        count += 1
+        found = f"{name}_{count}"
+    taken.add(found)
+    return found

@@ -1,0 +1,164 @@
+"""Loops of a script's own, by the `tf.GradientTape` of each step.
+
+    with hook.wrap_tape(tf.GradientTape()) as tape:      a step of mode TRAIN begins
+        loss = ...
+    gradients = tape.gradient(loss, variables)           loss, weights and gradients are captured
+
+In a `tf.function` the same lines are traced once. There the graph asks at every step whether it is
+due, and only on one that is hands its tensors over. Layers are seen in eager loops alone, those of
+the model that `register_model` was given.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from smdist.identity import ModeKeys
+from smdist.workers.keras_names import Names, gradient_name, loose_names, weight_name
+from smdist.workers.keras_recording import Recording
+from smdist.workers.keras_taps import Taps
+from smdist.workers.mishaps import Mishaps
+from smdist.workers.recorder import Recorder
+from smdist.workers.steps import StepClock
+from smdist.workers.tf_host import Array, array_of, is_variable, tf_variable
+
+__all__ = ["Tapes"]
+
+
+class Tapes:
+    def __init__(
+        self,
+        recording: Recording,
+        clock: StepClock,
+        recorder: Recorder[Array],
+        mishaps: Mishaps,
+    ) -> None:
+        self._recording, self._clock = recording, clock
+        self._recorder, self._mishaps = recorder, mishaps
+        self._taps: Taps | None = None
+        self._tapped = ExitStack()
+
+    def wrap(self, tape: Any) -> Any:
+        if not tf.executing_eagerly():
+            self._wrap_traced(tape)
+        elif self._begin() and self._recorder.recording:
+            self._tap()
+            vars(tape)["gradient"] = self._eager_gradient(tape.gradient)
+        return tape
+
+    def uninstall(self) -> None:
+        self._tapped.close()
+        self._taps = None
+
+    def _begin(self) -> bool:
+        self.uninstall()
+        try:
+            if not self._recording.enter(ModeKeys.TRAIN):
+                return False
+            self._recording.begin()
+        except Exception as error:  # noqa: BLE001 (the policy decides)
+            self._mishaps.handle(error, "beginning a step")
+        return True
+
+    # -- eager --------------------------------------------------------------------------------
+
+    def _tap(self) -> None:
+        names, plan = self._recording.registered_names(), self._recorder.plan
+        if names is None or plan is None:
+            return
+        wants = self._recording.wants(plan, names)._replace(gradients=frozenset())
+        if any(wants):
+            self._taps = Taps(names, wants, self._mishaps)
+            self._taps.begin(None)
+            self._tapped.enter_context(self._taps.installed([]))
+
+    def _eager_gradient(self, original: Any) -> Any:
+        def gradient(target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+            taps, self._taps = self._taps, None
+            self._tapped.close()
+            result = original(target, sources, *args, **kwargs)
+            try:
+                if self._recorder.recording:
+                    if taps is not None:
+                        seen = taps.end()
+                        self._offer(list(seen), list(seen.values()))
+                    self._offer(*self._found(target, sources, result))
+                    self._recording.close()
+            except Exception as error:  # noqa: BLE001 (the policy decides)
+                self._mishaps.handle(error, "capturing gradients")
+            return result
+
+        return gradient
+
+    def _found(self, target: Any, sources: Any, result: Any) -> tuple[list[str], list[Any]]:
+        """Names, and the tensors or variables that go with them."""
+        pairs = [
+            (variable, gradient)
+            for variable, gradient in zip(tf.nest.flatten(sources), tf.nest.flatten(result), strict=False)
+            if is_variable(variable)
+        ]
+        registered = self._recording.registered_names()
+        paths = _paths(registered, [variable for variable, _ in pairs])
+        found: dict[str, Any] = {}
+        losses = tf.nest.flatten(target)
+        if len(losses) == 1 and tf.is_tensor(losses[0]):
+            found["loss"] = losses[0]
+        for (variable, gradient), path in zip(pairs, paths, strict=True):
+            if gradient is not None:
+                found[gradient_name(path)] = gradient
+            if registered is None or registered.path_of(variable) is None:  # else it has been saved
+                found[weight_name(path)] = variable
+        return list(found), list(found.values())
+
+    def _offer(self, names: list[str], values: list[Any]) -> None:
+        self._recording.lanes.offer(tuple(names), [(value,) for value in values], array_of)
+
+    # -- in a traced function -----------------------------------------------------------------
+
+    def _wrap_traced(self, tape: Any) -> None:
+        context = tf.distribute.get_replica_context()
+        if context is None or context.num_replicas_in_sync > 1:
+            self._mishaps.trouble("a loop of the script's own over several replicas is not captured")
+            return
+        due = tf.numpy_function(self._begin_traced, [], tf.bool, stateful=True)
+        due.set_shape(())
+        original = tape.gradient
+
+        def gradient(target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(target, sources, *args, **kwargs)
+            names, values = self._found(target, sources, result)
+
+            def save() -> Any:
+                tensors = [
+                    tf_variable(value).read_value() if is_variable(value) else tf.convert_to_tensor(value)
+                    for value in values
+                ]
+                return tf.numpy_function(
+                    lambda *arrays: self._save_traced(names, arrays), tensors, tf.bool
+                )
+
+            tf.cond(due, save, lambda: tf.constant(value=False))
+            return result
+
+        vars(tape)["gradient"] = tf.autograph.experimental.do_not_convert(gradient)
+
+    def _begin_traced(self) -> Any:
+        return np.bool_(self._begin() and self._recorder.recording)
+
+    def _save_traced(self, names: list[str], arrays: tuple[Array, ...]) -> Any:
+        try:
+            self._offer(names, list(arrays))
+            self._recording.close()
+        except Exception as error:  # noqa: BLE001 (the policy decides)
+            self._mishaps.handle(error, "capturing gradients")
+        return np.bool_(True)
+
+
+def _paths(names: Names | None, variables: list[Any]) -> list[str]:
+    known = [None if names is None else names.path_of(variable) for variable in variables]
+    loose = loose_names(variables)
+    return [path or loose[id(variable)] for path, variable in zip(known, variables, strict=True)]

@@ -1,0 +1,93 @@
+"""What the hooks for TensorFlow have in common: their construction, and adding to collections."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+from typing import Any, Literal
+
+from typing_extensions import Self
+
+from smdist.config import TENSORFLOW, HookConfig
+from smdist.reduction import ReductionConfig
+from smdist.schedule import SaveConfig
+from smdist.workers.hook import CLOSE_TIMEOUT_S, BaseHook
+from smdist.workers.outlet import Whereabouts
+from smdist.workers.tf_collection import Collection
+from smdist.workers.tf_host import Array, reading
+
+__all__ = ["TensorflowHook"]
+
+
+class TensorflowHook(BaseHook[Array]):
+    def __init__(
+        self,
+        out_dir: str | PathLike[str],
+        export_tensorboard: bool = False,
+        tensorboard_dir: str | PathLike[str] | None = None,
+        dry_run: bool = False,
+        reduction_config: ReductionConfig | None = None,
+        save_config: SaveConfig | dict[Any, Any] | None = None,
+        include_regex: str | Sequence[str] | None = None,
+        include_collections: Sequence[str] | None = None,
+        save_all: bool = False,
+        include_workers: str | Sequence[int] = "one",
+        *,
+        buffer_bytes: int | None = None,
+        segment_bytes: int | None = None,
+        linger_s: float | None = None,
+        drain_deadline_s: float | None = None,
+        on_full: Literal["block", "drop"] = "block",
+        on_error: Literal["warn", "raise"] = "warn",
+        resume: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+        attempt: int | None = None,
+        spool_dir: str | PathLike[str] | None = None,
+        close_timeout_s: float = CLOSE_TIMEOUT_S,
+    ) -> None:
+        config = HookConfig.from_arguments(
+            TENSORFLOW,
+            out_dir=out_dir,
+            export_tensorboard=export_tensorboard,
+            tensorboard_dir=tensorboard_dir,
+            dry_run=dry_run,
+            reduction_config=reduction_config,
+            save_config=save_config,
+            include_regex=include_regex,
+            include_collections=include_collections,
+            save_all=save_all,
+            include_workers=include_workers,
+            buffer_bytes=buffer_bytes,
+            segment_bytes=segment_bytes,
+            linger_s=linger_s,
+            drain_deadline_s=drain_deadline_s,
+            on_full=on_full,
+            on_error=on_error,
+            resume=resume,
+        )
+        where = Whereabouts(
+            rank, world_size, attempt, None if spool_dir is None else str(spool_dir)
+        )
+        self._build(config, where, close_timeout_s)
+
+    @classmethod
+    def create_from_json_file(cls, json_file_path: str | PathLike[str] | None = None) -> Self:
+        """From `json_file_path`, else the file that SMDEBUG_CONFIG_FILE_PATH names, else the
+        platform's."""
+        hook = cls.__new__(cls)
+        config = HookConfig.from_file(TENSORFLOW, json_file_path)
+        hook._build(config, Whereabouts(), CLOSE_TIMEOUT_S)
+        return hook
+
+    hook_from_config = create_from_json_file
+
+    def _build(self, config: HookConfig, where: Whereabouts, close_timeout_s: float) -> None:
+        self._where = where
+        self._set_up(config, reading(), Collection, where, close_timeout_s)
+
+    def add_to_collection(self, collection_name: str, variable: Any) -> None:
+        """As `get_collection(collection_name).add(variable)`."""
+        collection = self.get_collection(collection_name)
+        assert isinstance(collection, Collection)
+        collection.add(variable)

@@ -1,0 +1,48 @@
+"""Collections of TensorFlow's tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from smdist.collection import Collection as NeutralCollection
+from smdist.errors import ConfigurationError
+from smdist.workers.tf_host import is_variable
+
+__all__ = ["Collection"]
+
+
+class Collection(NeutralCollection):
+    def add(self, arg: Any) -> None:
+        """Put a variable, a tensor, an operation's outputs, or a list or set of those, into this
+        collection.
+
+        A variable of a Keras model is known by name once the hook has seen the model. A tensor of
+        a graph has its name at once; one that a Keras model was built with stands for the outputs
+        of its layer.
+        """
+        if isinstance(arg, (list, tuple, set, frozenset)):
+            for item in arg:
+                self.add(item)
+        elif is_variable(arg):
+            self.request(arg, inputs=False, outputs=True)
+            if not tf.executing_eagerly():
+                self.add_tensor_name(arg.name)
+        elif isinstance(arg, tf.Operation):
+            for tensor in arg.outputs:
+                self.add_tensor_name(tensor.name)
+        elif hasattr(arg, "_keras_history"):
+            layer = arg._keras_history[0]
+            self.request(layer, inputs=False, outputs=True)
+        elif isinstance(arg, tf.Tensor) and not hasattr(arg, "numpy"):
+            self.add_tensor_name(arg.name)
+        else:
+            raise ConfigurationError(
+                f"collection {self.name!r}: {type(arg).__name__} has no name to be found by; add a "
+                "variable, a tensor of a graph or an operation, or use hook.save_tensor()"
+            )
+
+    def add_keras_layer(self, layer: Any, inputs: bool = False, outputs: bool = True) -> None:
+        """Put inputs and/or outputs of a Keras layer into this collection."""
+        self.request(layer, inputs, outputs)

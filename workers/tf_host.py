@@ -1,0 +1,84 @@
+"""How TensorFlow's tensors and variables are read: as arrays, without a copy where they lie in host
+memory. What holds for arrays (`NumpyHost`) then holds for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+from smdist.codec import dtype_code
+from smdist.errors import CaptureError
+from smdist.workers.host import NumpyHost
+from smdist.workers.script_values import Reading
+
+__all__ = ["Array", "array_of", "flat_tensors", "is_variable", "reading", "tf_variable"]
+
+Array = npt.NDArray[Any]
+
+
+def array_of(value: Any) -> Array:
+    """The elements of a tensor, variable or array, valid until the next step; not to be written to."""
+    if is_variable(value):
+        value = tf_variable(value).read_value()
+    if isinstance(value, tf.IndexedSlices):
+        value = tf.convert_to_tensor(value)
+    view = getattr(value, "_numpy", None)  # `numpy()` is a copy of this
+    array: Array
+    if view is not None:
+        try:
+            array = np.asarray(view())
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise CaptureError(f"{type(value).__name__} has no values here: {error}") from error
+    else:
+        array = np.asarray(value)
+    dtype_code(array.dtype)  # raises what cannot be stored
+    return array
+
+
+def is_variable(value: Any) -> bool:
+    return isinstance(value, (tf.Variable, tf.keras.Variable if _KERAS_3 else tf.Variable))
+
+
+def tf_variable(variable: Any) -> Any:
+    """The variable of TensorFlow that one of Keras 3 stands for."""
+    value = getattr(variable, "value", variable)
+    return variable if callable(value) else value
+
+
+def flat_tensors(structure: Any) -> list[Any]:
+    """Every dense tensor in a nest, in its order."""
+    return [leaf for leaf in _leaves(structure) if tf.is_tensor(leaf) and _dense(leaf)]
+
+
+def _leaves(structure: Any) -> Iterable[Any]:
+    return tf.nest.flatten(structure)  # type: ignore[no-any-return]
+
+
+def _dense(leaf: Any) -> bool:
+    return not isinstance(leaf, (tf.SparseTensor, tf.RaggedTensor, tf.Variable)) and (
+        isinstance(leaf, (tf.Tensor, tf.IndexedSlices))
+    )
+
+
+def _value(given: object) -> Array:
+    return array_of(given)
+
+
+def _copy(value: Array) -> Array:
+    return value.copy()
+
+
+def _describe(value: Array) -> tuple[str, tuple[int, ...], int]:
+    return dtype_code(value.dtype), value.shape, value.nbytes
+
+
+def reading() -> Reading[Array]:
+    return Reading(NumpyHost(), _describe, _value, _copy)
+
+
+_KERAS_3 = hasattr(tf.keras, "Variable")

@@ -95,7 +95,7 @@ class Phase:
         recording = self._recording
         recording.build(self.model, batch)
         recording.begin()
-        result = recording.run(self.model, self.kind, batch)
+        result = recording.run(self, batch)
         recording.save_results(self.kind, result)
         recording.close()
         return result

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
@@ -47,7 +48,7 @@ class Recording:
         self.optimizers: list[Any] = []  # besides the model's own
         self._phases: list[Phase] = []
         self._names: dict[int, Names] = {}
-        self._functions: dict[tuple[int, str, Wants | None], StepFunction] = {}
+        self._functions: dict[tuple[int, str, Wants | None], tuple[Any, StepFunction]] = {}
         self._wants: dict[tuple[StepPlan, int], Wants] = {}
         self._model: Any = None  # of the phase that runs
         self._registered: Any = None
@@ -148,6 +149,14 @@ class Recording:
         except Exception as error:  # noqa: BLE001 (the step itself will tell)
             self._mishaps.trouble(f"the weights of {model.name} before its first step: {error}")
 
+    @contextmanager
+    def without_variables(self) -> Iterator[None]:
+        model, self._model = self._model, None
+        try:
+            yield
+        finally:
+            self._model = model
+
     def save_variables(self) -> None:
         """The step has begun: what it starts with."""
         model = self._model
@@ -168,19 +177,20 @@ class Recording:
 
     # -- the inside of a step -----------------------------------------------------------------
 
-    def run(self, model: Any, kind: str, batch: Any) -> Any:
+    def run(self, phase: Phase, batch: Any) -> Any:
+        model, kind = phase.model, phase.kind
         plan = self._recorder.plan
         if plan is None:
-            return self._function(model, kind, None)(batch)[0]
+            return self._function(phase, None)(batch)[0]
         wants: Wants | None = self.wants(plan, self.names(model))
-        function = self._function(model, kind, wants if wants is not None and any(wants) else None)
+        function = self._function(phase, wants if wants is not None and any(wants) else None)
         try:
             result, seen = function(batch)
         except Exception as error:
             if function.traced or function.eager:
                 raise
             # Nothing has run yet. Is it the step itself that cannot be traced, or our part in it?
-            result, seen = self._function(model, kind, None)(batch)
+            result, seen = self._function(phase, None)(batch)
             self._mishaps.handle(error, f"looking into the {kind} step of {model.name}")
         self._save(seen)
         return result
@@ -191,13 +201,15 @@ class Recording:
         except Exception as error:  # noqa: BLE001 (the policy decides)
             self._mishaps.handle(error, f"capturing step {self._clock.step}")
 
-    def _function(self, model: Any, kind: str, wants: Wants | None) -> StepFunction:
-        key = (id(model), kind, wants)
-        function = self._functions.get(key)
-        if function is None or function.eager != bool(model.run_eagerly):
+    def _function(self, phase: Phase, wants: Wants | None) -> StepFunction:
+        model = phase.model
+        key = (id(model), phase.kind, wants)
+        basis, function = self._functions.get(key, (None, None))
+        # Keras makes its function anew when the model is compiled again, and so do we.
+        if function is None or basis is not phase.original:
             taps = None if wants is None else Taps(self.names(model), wants, self._mishaps)
-            function = StepFunction(model, kind, taps, lambda: self._optimizers_of(model))
-            self._functions[key] = function
+            function = StepFunction(model, phase.kind, taps, lambda: self._optimizers_of(model))
+            self._functions[key] = phase.original, function
         return function
 
     def _optimizers_of(self, model: Any) -> list[Any]:
@@ -208,7 +220,7 @@ class Recording:
     @property
     def traces(self) -> int:
         """How often a function of ours was traced."""
-        return sum(function.traces for function in self._functions.values())
+        return sum(function.traces for _, function in self._functions.values())
 
     # -- results ------------------------------------------------------------------------------
 

@@ -59,7 +59,9 @@ class Tapes:
         try:
             if not self._recording.enter(ModeKeys.TRAIN):
                 return False
-            self._recording.begin()
+            # Weights come with the gradients: in a graph nothing else is sure to be in order.
+            with self._recording.without_variables():
+                self._recording.begin()
         except Exception as error:  # noqa: BLE001 (the policy decides)
             self._mishaps.handle(error, "beginning a step")
         return True
@@ -110,8 +112,9 @@ class Tapes:
         for (variable, gradient), path in zip(pairs, paths, strict=True):
             if gradient is not None:
                 found[gradient_name(path)] = gradient
-            if registered is None or registered.path_of(variable) is None:  # else it has been saved
-                found[weight_name(path)] = variable
+            found[weight_name(path)] = variable
+        if registered is not None:
+            found.update((named.name, named.variable) for named in registered.variables)
         return list(found), list(found.values())
 
     def _offer(self, names: list[str], values: list[Any]) -> None:

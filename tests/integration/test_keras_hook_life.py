@@ -85,7 +85,7 @@ def test_schedules_of_their_own_and_of_modes(tmp_path: Path) -> None:
             model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[hook])
             model.evaluate(x, y, batch_size=BATCH, verbose=0, callbacks=[hook])
     trial = read(tmp_path / "run")
-    assert set(trial.tensor_names(collection="metrics")) == set()
+    assert trial.tensor("mae").steps(mode=TRAIN) == []
     assert trial.tensor("loss").steps(mode=TRAIN) == [0, 3, 6, 9]
     assert trial.tensor("loss").steps(mode=EVAL) == [1]
     assert trial.tensor("gradients/top/kernelGrad").steps(mode=TRAIN) == [4]
@@ -140,6 +140,8 @@ def test_nothing_is_traced_again(tmp_path: Path) -> None:
         assert hook._recording.traces == traced
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:You are saving your model:UserWarning")
 def test_only_instances_are_touched_and_only_during_a_step(tmp_path: Path) -> None:
     x, y = data(8)
     model = make_model()
@@ -208,7 +210,7 @@ def test_recompiling_and_a_second_model(tmp_path: Path) -> None:
     trial = read(tmp_path / "run")
     assert trial.steps(mode=TRAIN) == [0, 1, 2, 3, 4, 5]
     weights, gradients = (
-        trial.tensor(n) for n in ("top/weights/top/bias:0", "gradients/top/biasGrad")
+        trial.tensor(n) for n in ("top/weights/top/kernel:0", "gradients/top/kernelGrad")
     )
     for step, rate in ((0, 0.1), (2, 0.5), (4, 0.1)):
         after = weights.value(step, mode=TRAIN) - rate * gradients.value(step, mode=TRAIN)
@@ -229,9 +231,9 @@ def test_what_cannot_be_seen_is_said_and_training_goes_on(
             self.inner.build(shape)
             super().build(shape)
 
-        @tf.function  # type: ignore[untyped-decorator]
         def call(self, inputs: Any) -> Any:
-            return self.inner(inputs)
+            each = lambda row: self.inner(row[None])[0]  # noqa: E731
+            return tf.map_fn(each, inputs, fn_output_signature=tf.float32)
 
     model = tf.keras.Sequential([tf.keras.Input(shape=(3,)), Hidden(name="outer")])
     model.compile(optimizer="sgd", loss="mse", jit_compile=False)

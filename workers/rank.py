@@ -6,7 +6,7 @@ have numbered it. The first source that knows wins:
 
     explicit arguments > SMDIST_RANK, SMDIST_WORLD_SIZE > Horovod, initialised
     > torch.distributed, initialised > torchrun > horovodrun > Open MPI, MVAPICH, PMI > srun
-    > the hosts of a SageMaker job > a process on its own
+    > TF_CONFIG > the hosts of a SageMaker job > a process on its own
 
 An explicit rank without a world size takes the world size from the sources after it, and the other
 way round.
@@ -24,11 +24,21 @@ from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 from smdist.errors import ConfigurationError
+from smdist.workers.tf_config import tf_task
 
 __all__ = ["Identity", "Source", "resolve_rank"]
 
 Source = Literal[
-    "explicit", "horovod", "torch", "torchrun", "horovodrun", "mpi", "slurm", "sagemaker", "single"
+    "explicit",
+    "horovod",
+    "torch",
+    "torchrun",
+    "horovodrun",
+    "mpi",
+    "slurm",
+    "tf_config",
+    "sagemaker",
+    "single",
 ]
 
 
@@ -145,6 +155,7 @@ def _found(environ: Mapping[str, str], modules: Mapping[str, ModuleType]) -> Ite
     for identity in _torch(modules):
         yield _localised(identity, environ)
     yield from _launched(environ)
+    yield from _tensorflow(environ)
     yield from _sagemaker(environ)
     yield Identity(0, 1, None, None, "single", False)
 
@@ -203,6 +214,12 @@ def _localised(identity: Identity, environ: Mapping[str, str]) -> Identity:
                 identity, local_rank=other.local_rank, local_world_size=other.local_world_size
             )
     return identity
+
+
+def _tensorflow(environ: Mapping[str, str]) -> Iterator[Identity]:
+    task = tf_task(environ)
+    if task is not None:
+        yield Identity(*task, "tf_config", True)
 
 
 def _sagemaker(environ: Mapping[str, str]) -> Iterator[Identity]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -200,3 +201,49 @@ def test_nonsense_is_named(environ: dict[str, str], words: list[str]) -> None:
     with pytest.raises(ConfigurationError) as raised:
         resolve_rank(environ=environ, modules={})
     assert all(word in str(raised.value) for word in words), str(raised.value)
+
+
+def tf_config(kind: str, index: int, **cluster: list[str]) -> dict[str, str]:
+    document = {"cluster": cluster, "task": {"type": kind, "index": index}}
+    return {"TF_CONFIG": json.dumps(document)}
+
+
+WORKERS = {"worker": ["a:1", "b:1", "b:2"]}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        (tf_config("worker", 0, **WORKERS), (0, 3, 0, 1)),
+        (tf_config("worker", 2, **WORKERS), (2, 3, 1, 2)),
+        (tf_config("chief", 0, chief=["a:1"], ps=["c:1"], **WORKERS), (0, 4, 0, 2)),
+        (tf_config("worker", 1, chief=["a:1"], ps=["c:1"], **WORKERS), (2, 4, 0, 2)),
+    ],
+)
+def test_a_task_of_a_tensorflow_cluster(
+    environ: dict[str, str], expected: tuple[int, int, int, int]
+) -> None:
+    assert resolve_rank(environ=environ, modules={}) == Identity(*expected, "tf_config", True)
+    # Launchers that number every process know better; a name of a machine does not.
+    assert resolve_rank(environ=environ | TORCHRUN, modules={}).source == "torchrun"
+    assert resolve_rank(environ=environ | SAGEMAKER, modules={}).source == "tf_config"
+
+
+@pytest.mark.parametrize("text", ["", "  ", "{}", '{"environment": "cloud"}', '{"cluster": {}}'])
+def test_tensorflow_without_a_cluster(text: str) -> None:
+    assert resolve_rank(environ={"TF_CONFIG": text}, modules={}).source == "single"
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"TF_CONFIG": "{"}, "cannot be read"),
+        ({"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}'}, "cannot be read: KeyError"),
+        (tf_config("worker", 3, **WORKERS), "task worker 3 of TF_CONFIG is none of the 3"),
+        (tf_config("evaluator", 0, **WORKERS), "run it with USE_SMDIST=0"),
+    ],
+)
+def test_a_tensorflow_cluster_that_makes_no_sense(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        resolve_rank(environ=environ, modules={})
+    assert resolve_rank(1, 2, environ=environ, modules={}).rank == 1

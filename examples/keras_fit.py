@@ -1,6 +1,6 @@
 """Train with `model.fit`, capture with one callback, and look at what was saved.
 
-    python examples/keras_fit.py --out-dir run
+python examples/keras_fit.py --out-dir run
 """
 
 from __future__ import annotations

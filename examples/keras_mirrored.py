@@ -34,9 +34,7 @@ y = x.sum(axis=1, keepdims=True)
 dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
 
 with strategy.scope():
-    model = tf.keras.Sequential(
-        [tf.keras.Input(shape=(16,)), tf.keras.layers.Dense(1, name="top")]
-    )
+    model = tf.keras.Sequential([tf.keras.Input(shape=(16,)), tf.keras.layers.Dense(1, name="top")])
     model.compile(optimizer=tf.keras.optimizers.SGD(0.01), loss="mse")
 
 hook = smd.KerasHook(

@@ -31,9 +31,7 @@ options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoSha
 dataset = dataset.with_options(options)
 
 with strategy.scope():
-    model = tf.keras.Sequential(
-        [tf.keras.Input(shape=(16,)), tf.keras.layers.Dense(1, name="top")]
-    )
+    model = tf.keras.Sequential([tf.keras.Input(shape=(16,)), tf.keras.layers.Dense(1, name="top")])
     model.compile(optimizer=tf.keras.optimizers.SGD(0.01), loss="mse")
 
 hook = smd.KerasHook(

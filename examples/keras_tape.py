@@ -1,6 +1,6 @@
 """Train in a loop of your own, with a `tf.GradientTape` for each step.
 
-    python examples/keras_tape.py --out-dir run
+python examples/keras_tape.py --out-dir run
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def train_step(inputs: Any, labels: Any) -> tuple[Any, Any]:
         logits = model(inputs, training=True)
         loss = cross_entropy(labels, logits)
     gradients = tape.gradient(loss, model.trainable_variables)
-    optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+    optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
     right = tf.argmax(logits, axis=1, output_type=tf.int32) == labels
     return loss, tf.reduce_mean(tf.cast(right, tf.float32))
 

@@ -11,16 +11,19 @@ from smdist.reduction import ReductionConfig
 from smdist.schedule import SaveConfig, SaveConfigMode
 from smdist.trials import create_trial
 from smdist.workers.keras_hook import KerasHook
+from smdist.workers.session_hook import EstimatorHook, SessionHook
 from smdist.workers.tf_base import TensorflowHook
 from smdist.workers.tf_collection import Collection
 
 __all__ = [
     "Collection",
     "CollectionKeys",
+    "EstimatorHook",
     "KerasHook",
     "ReductionConfig",
     "SaveConfig",
     "SaveConfigMode",
+    "SessionHook",
     "create_trial",
     "del_hook",
     "get_hook",
@@ -28,22 +31,28 @@ __all__ = [
     "set_hook",
 ]
 
+_KINDS: dict[str, type[TensorflowHook]] = {
+    "keras": KerasHook,
+    "session": SessionHook,
+    "estimator": EstimatorHook,
+}
 _current: TensorflowHook | None = None
 
 
 def get_hook(
-    hook_type: str = "keras",
+    hook_type: str | None = None,
     json_config_path: str | PathLike[str] | None = None,
     create_if_not_exists: bool = False,
 ) -> TensorflowHook | None:
     """The hook that `set_hook` was given, or (`create_if_not_exists`) one from the configuration
-    file; None where there is neither."""
+    file, of the kind "keras" (the default), "session" or "estimator"; None where there is neither.
+    """
     global _current
     if _current is None and create_if_not_exists:
         import os
 
         if json_config_path is not None or config_file(None, os.environ)[0].exists():
-            _current = KerasHook.create_from_json_file(json_config_path)
+            _current = _KINDS[hook_type or "keras"].create_from_json_file(json_config_path)
     return _current
 
 

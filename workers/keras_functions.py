@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import tensorflow as tf
 
 from smdist.workers.keras_taps import Taps
+from smdist.workers.tf_host import unconverted
 
 __all__ = ["StepFunction", "is_keras_3"]
 
@@ -35,7 +36,7 @@ class StepFunction:
         self._reduce = _reducer(model)
         self.eager = bool(model.run_eagerly)
         self.traced = False  # has run once
-        self._function = self._run
+        self._function: Any = self._run
         if not self.eager:
             self._function = tf.function(
                 self._run, reduce_retracing=True, autograph=not is_keras_3(model)
@@ -69,7 +70,7 @@ class StepFunction:
     def _step(self, data: Any) -> Any:
         step = getattr(self._model, f"{self._phase}_step")
         if self._taps is None:
-            outputs, seen = step(data), {}
+            outputs, seen = step(data), dict[str, Any]()
         else:
             outputs, seen = self._taps.watch(data, step)
         counter = getattr(self._model, _COUNTERS[self._phase], None)
@@ -77,7 +78,7 @@ class StepFunction:
             counter.assign_add(1)
         return outputs, seen
 
-    @tf.autograph.experimental.do_not_convert
+    @unconverted
     def _reduced(self, outputs: Any) -> Any:
         strategy = self._model.distribute_strategy
         how = "concat"
@@ -85,7 +86,7 @@ class StepFunction:
             how = getattr(self._model, "distribute_reduction_method", None) or "auto"
         return self._reduce(outputs, strategy, reduction=how)
 
-    @tf.autograph.experimental.do_not_convert
+    @unconverted
     def _local(self, seen: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
         strategy = self._model.distribute_strategy
         return {name: tuple(strategy.experimental_local_results(t)) for name, t in seen.items()}
@@ -96,7 +97,7 @@ def _reducer(model: Any) -> Callable[..., Any]:
     for kind in type(model).__mro__:
         found = getattr(sys.modules.get(kind.__module__), "reduce_per_replica", None)
         if found is not None:
-            return tf.autograph.experimental.do_not_convert(found)  # type: ignore[no-any-return]
+            return unconverted(cast("Callable[..., Any]", found))
     return lambda values, strategy, reduction: values
 
 

@@ -146,9 +146,7 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
         first, world = process.rank * count, process.world_size * count
         self._outlet.become(first, world)
         for replica in range(1, count):
-            where = Whereabouts(
-                first + replica, world, self._where.attempt, self._where.spool_dir
-            )
+            where = Whereabouts(first + replica, world, self._where.attempt, self._where.spool_dir)
             read = reading()
             outlet = Outlet(self._config, where, read.host, self._log, self._mishaps.trouble)
             if outlet.probe():

@@ -23,7 +23,10 @@ class Lane:
     """A replica after the first, whose recorder and outlet are the hook's own."""
 
     def __init__(
-        self, outlet: Outlet[Array], recorder: Recorder[Array], describe: Callable[[str], Collections]
+        self,
+        outlet: Outlet[Array],
+        recorder: Recorder[Array],
+        describe: Callable[[str], Collections],
     ) -> None:
         self.outlet, self.recorder, self._describe = outlet, recorder, describe
         self.described = False

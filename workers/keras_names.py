@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from smdist.workers.tf_host import is_variable, tf_variable
 
-__all__ = ["Names", "NamedVariable", "gradient_name", "loose_names", "weight_name"]
+__all__ = ["NamedVariable", "Names", "gradient_name", "loose_names", "weight_name"]
 
 _NOT_SLOTS = ("_variables", "variables", "_trainable_variables")
 
@@ -90,7 +90,11 @@ class Names:
         """In Keras 2 metrics are layers too."""
         kinds = tf.keras.layers.Layer, tf.keras.metrics.Metric
         found = layer._flatten_layers(recursive=False, include_self=False)
-        return [child for child in found if isinstance(child, kinds[0]) and not isinstance(child, kinds[1])]
+        return [
+            child
+            for child in found
+            if isinstance(child, kinds[0]) and not isinstance(child, kinds[1])
+        ]
 
     # -- its optimizer ------------------------------------------------------------------------
 

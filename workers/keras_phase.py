@@ -103,14 +103,14 @@ class Phase:
     # -- steps_per_execution ------------------------------------------------------------------
 
     def _steps_per_execution(self) -> int:
-        steps = getattr(self.model, "_steps_per_execution", None)
+        steps: Any = getattr(self.model, "_steps_per_execution", None)  # a variable in Keras 2
         if steps is None:
-            steps = getattr(self.model, "steps_per_execution", None)
-        return int(steps.numpy() if hasattr(steps, "numpy") else steps or 1)
+            steps = getattr(self.model, "steps_per_execution", None) or 1
+        return int(steps.numpy() if hasattr(steps, "numpy") else steps)
 
     def _counted(self) -> int | None:
         """How many steps there were, where Keras itself counts them."""
-        counter = getattr(self.model, f"_{self.kind}_counter", None)
+        counter: Any = getattr(self.model, f"_{self.kind}_counter", None)
         if counter is None and self.kind == "train" and self.model.optimizer is not None:
             counter = self.model.optimizer.iterations
         return None if counter is None else int(counter.numpy())

@@ -164,7 +164,9 @@ class Recording:
         if model is None or plan is None or not model.built:
             return
         names = self.names(model)
-        named = [n for n in (*names.variables, *self._optimizer_variables(names)) if plan.wants(n.name)]
+        named = [
+            n for n in (*names.variables, *self._optimizer_variables(names)) if plan.wants(n.name)
+        ]
         strategy = model.distribute_strategy
         values = [strategy.experimental_local_results(tf_variable(n.variable)) for n in named]
         self.lanes.offer(tuple(n.name for n in named), values, array_of)

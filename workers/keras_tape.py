@@ -24,7 +24,7 @@ from smdist.workers.keras_taps import Taps
 from smdist.workers.mishaps import Mishaps
 from smdist.workers.recorder import Recorder
 from smdist.workers.steps import StepClock
-from smdist.workers.tf_host import Array, array_of, is_variable, tf_variable
+from smdist.workers.tf_host import Array, array_of, is_variable, tf_variable, unconverted
 
 __all__ = ["Tapes"]
 
@@ -43,7 +43,11 @@ class Tapes:
         self._tapped = ExitStack()
 
     def wrap(self, tape: Any) -> Any:
-        if not tf.executing_eagerly():
+        if _replicas() > 1:
+            self._mishaps.trouble(
+                "a loop of the script's own over several replicas is not captured"
+            )
+        elif not tf.executing_eagerly():
             self._wrap_traced(tape)
         elif self._begin() and self._recorder.recording:
             self._tap()
@@ -89,6 +93,7 @@ class Tapes:
                         seen = taps.end()
                         self._offer(list(seen), list(seen.values()))
                     self._offer(*self._found(target, sources, result))
+                    self._offer(*self._kept_by_optimizers())
                     self._recording.close()
             except Exception as error:  # noqa: BLE001 (the policy decides)
                 self._mishaps.handle(error, "capturing gradients")
@@ -100,7 +105,9 @@ class Tapes:
         """Names, and the tensors or variables that go with them."""
         pairs = [
             (variable, gradient)
-            for variable, gradient in zip(tf.nest.flatten(sources), tf.nest.flatten(result), strict=False)
+            for variable, gradient in zip(
+                tf.nest.flatten(sources), tf.nest.flatten(result), strict=False
+            )
             if is_variable(variable)
         ]
         registered = self._recording.registered_names()
@@ -117,16 +124,22 @@ class Tapes:
             found.update((named.name, named.variable) for named in registered.variables)
         return list(found), list(found.values())
 
+    def _kept_by_optimizers(self) -> tuple[list[str], list[Any]]:
+        names = self._recording.registered_names()
+        kept = [
+            named
+            for optimizer in self._recording.optimizers
+            if names is not None
+            for named in names.optimizer_variables(optimizer)
+        ]
+        return [named.name for named in kept], [named.variable for named in kept]
+
     def _offer(self, names: list[str], values: list[Any]) -> None:
         self._recording.lanes.offer(tuple(names), [(value,) for value in values], array_of)
 
     # -- in a traced function -----------------------------------------------------------------
 
     def _wrap_traced(self, tape: Any) -> None:
-        context = tf.distribute.get_replica_context()
-        if context is None or context.num_replicas_in_sync > 1:
-            self._mishaps.trouble("a loop of the script's own over several replicas is not captured")
-            return
         due = tf.numpy_function(self._begin_traced, [], tf.bool, stateful=True)
         due.set_shape(())
         original = tape.gradient
@@ -137,7 +150,9 @@ class Tapes:
 
             def save() -> Any:
                 tensors = [
-                    tf_variable(value).read_value() if is_variable(value) else tf.convert_to_tensor(value)
+                    tf_variable(value).read_value()
+                    if is_variable(value)
+                    else tf.convert_to_tensor(value)
                     for value in values
                 ]
                 return tf.numpy_function(
@@ -147,7 +162,7 @@ class Tapes:
             tf.cond(due, save, lambda: tf.constant(value=False))
             return result
 
-        vars(tape)["gradient"] = tf.autograph.experimental.do_not_convert(gradient)
+        vars(tape)["gradient"] = unconverted(gradient)
 
     def _begin_traced(self) -> Any:
         return np.bool_(self._begin() and self._recorder.recording)
@@ -159,6 +174,12 @@ class Tapes:
         except Exception as error:  # noqa: BLE001 (the policy decides)
             self._mishaps.handle(error, "capturing gradients")
         return np.bool_(True)
+
+
+def _replicas() -> int:
+    """How many of them this process runs side by side."""
+    strategy = tf.distribute.get_strategy()
+    return 1 if strategy.num_replicas_in_sync == 1 else len(strategy.extended.worker_devices)
 
 
 def _paths(names: Names | None, variables: list[Any]) -> list[str]:

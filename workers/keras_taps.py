@@ -18,7 +18,7 @@ import tensorflow as tf
 from smdist.planning import StepPlan
 from smdist.workers.keras_names import Names, gradient_name
 from smdist.workers.mishaps import Mishaps
-from smdist.workers.tf_host import flat_tensors
+from smdist.workers.tf_host import flat_tensors, unconverted
 
 __all__ = ["Taps", "Wants", "wants_of"]
 
@@ -129,7 +129,7 @@ class Taps:
         outputs = step(data)
         return outputs, self.end()
 
-    @tf.autograph.experimental.do_not_convert
+    @unconverted
     def begin(self, data: Any) -> None:
         self._seeing.tensors, self._seeing.hidden = {}, {}
         self._seeing.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
@@ -140,7 +140,7 @@ class Taps:
             if name in self._wants.model:
                 self._note(name, part)
 
-    @tf.autograph.experimental.do_not_convert
+    @unconverted
     def end(self) -> dict[str, Any]:
         seen, self._seeing.tensors = self._seeing.tensors, None
         found = {}
@@ -154,7 +154,7 @@ class Taps:
         self._seeing.hidden = self._seeing.graph = None
         return found
 
-    @tf.autograph.experimental.do_not_convert
+    @unconverted
     def _note(self, base: str, value: Any, again: bool = False) -> None:
         """`again`: what was seen before is not it."""
         seen = getattr(self._seeing, "tensors", None)
@@ -178,7 +178,7 @@ class Taps:
         except Exception as error:  # noqa: BLE001 (the policy decides)
             self._mishaps.handle(error, f"looking at {base}")
 
-    @tf.autograph.experimental.do_not_convert
+    @unconverted
     def _note_layer(self, path: str, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         if path in self._wants.inputs:
             named = {k: v for k, v in kwargs.items() if k not in ("training", "mask")}
@@ -186,7 +186,7 @@ class Taps:
         if path in self._wants.outputs:
             self._note(f"{path}/outputs", result)
 
-    @tf.autograph.experimental.do_not_convert
+    @unconverted
     def _note_root(self, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         seen = getattr(self._seeing, "tensors", None) or {}
         if "inputs" in self._wants.model and "inputs" not in seen:  # no batch told them
@@ -195,7 +195,7 @@ class Taps:
         if "predictions" in self._wants.model:
             self._note("predictions", result, again=True)
 
-    @tf.autograph.experimental.do_not_convert
+    @unconverted
     def _note_gradients(self, scaling: Any, pairs: list[tuple[Any, Any]]) -> None:
         scale = getattr(scaling, "dynamic_scale", None)
         for gradient, variable in pairs:

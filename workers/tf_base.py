@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from os import PathLike
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from typing_extensions import Self
 
-from smdist.config import TENSORFLOW, HookConfig
+from smdist.config import TENSORFLOW, Framework, HookConfig
 from smdist.reduction import ReductionConfig
 from smdist.schedule import SaveConfig
 from smdist.workers.hook import CLOSE_TIMEOUT_S, BaseHook
@@ -20,6 +20,8 @@ __all__ = ["TensorflowHook"]
 
 
 class TensorflowHook(BaseHook[Array]):
+    _framework: ClassVar[Framework] = TENSORFLOW
+
     def __init__(
         self,
         out_dir: str | PathLike[str],
@@ -47,7 +49,7 @@ class TensorflowHook(BaseHook[Array]):
         close_timeout_s: float = CLOSE_TIMEOUT_S,
     ) -> None:
         config = HookConfig.from_arguments(
-            TENSORFLOW,
+            self._framework,
             out_dir=out_dir,
             export_tensorboard=export_tensorboard,
             tensorboard_dir=tensorboard_dir,
@@ -76,7 +78,7 @@ class TensorflowHook(BaseHook[Array]):
         """From `json_file_path`, else the file that SMDEBUG_CONFIG_FILE_PATH names, else the
         platform's."""
         hook = cls.__new__(cls)
-        config = HookConfig.from_file(TENSORFLOW, json_file_path)
+        config = HookConfig.from_file(cls._framework, json_file_path)
         hook._build(config, Whereabouts(), CLOSE_TIMEOUT_S)
         return hook
 

@@ -4,8 +4,8 @@ memory. What holds for arrays (`NumpyHost`) then holds for them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +16,21 @@ from smdist.errors import CaptureError
 from smdist.workers.host import NumpyHost
 from smdist.workers.script_values import Reading
 
-__all__ = ["Array", "array_of", "flat_tensors", "is_variable", "reading", "tf_variable"]
+__all__ = [
+    "Array",
+    "array_of",
+    "flat_tensors",
+    "is_variable",
+    "reading",
+    "tf_variable",
+    "unconverted",
+]
 
 Array = npt.NDArray[Any]
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Code of ours that Keras 2 would otherwise rewrite along with the model's.
+unconverted = cast("Callable[[F], F]", tf.autograph.experimental.do_not_convert)
 
 
 def array_of(value: Any) -> Array:
@@ -52,25 +64,12 @@ def tf_variable(variable: Any) -> Any:
 
 def flat_tensors(structure: Any) -> list[Any]:
     """Every dense tensor in a nest, in its order."""
-    return [leaf for leaf in _leaves(structure) if tf.is_tensor(leaf) and _dense(leaf)]
-
-
-def _leaves(structure: Any) -> Iterable[Any]:
-    return tf.nest.flatten(structure)  # type: ignore[no-any-return]
-
-
-def _dense(leaf: Any) -> bool:
-    return not isinstance(leaf, (tf.SparseTensor, tf.RaggedTensor, tf.Variable)) and (
-        isinstance(leaf, (tf.Tensor, tf.IndexedSlices))
-    )
-
-
-def _value(given: object) -> Array:
-    return array_of(given)
+    kinds = (tf.Tensor, tf.IndexedSlices)
+    return [leaf for leaf in tf.nest.flatten(structure) if isinstance(leaf, kinds)]
 
 
 def _copy(value: Array) -> Array:
-    return value.copy()
+    return np.array(value)
 
 
 def _describe(value: Array) -> tuple[str, tuple[int, ...], int]:
@@ -78,7 +77,7 @@ def _describe(value: Array) -> tuple[str, tuple[int, ...], int]:
 
 
 def reading() -> Reading[Array]:
-    return Reading(NumpyHost(), _describe, _value, _copy)
+    return Reading(NumpyHost(), _describe, array_of, _copy)
 
 
 _KERAS_3 = hasattr(tf.keras, "Variable")

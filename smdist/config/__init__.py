@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from smdist.config.framework import PYTORCH, TENSORFLOW, Framework
+from smdist.config.framework import PYTORCH, TENSORFLOW, TENSORFLOW_GRAPH, Framework
 from smdist.config.hook import CollectionConfig, HookConfig
 from smdist.config.manager import CollectionManager
 
 __all__ = [
     "PYTORCH",
     "TENSORFLOW",
+    "TENSORFLOW_GRAPH",
     "CollectionConfig",
     "CollectionManager",
     "Framework",

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from smdist.collection import CollectionKeys as Keys
 
-__all__ = ["PYTORCH", "TENSORFLOW", "Framework"]
+__all__ = ["PYTORCH", "TENSORFLOW", "TENSORFLOW_GRAPH", "Framework"]
 
 
 def _frozen(table: Mapping[str, tuple[str, ...]]) -> Mapping[str, tuple[str, ...]]:
@@ -68,4 +68,17 @@ TENSORFLOW = Framework(
         }
     ),
     always=(Keys.METRICS, Keys.LOSSES, Keys.SM_METRICS),
+)
+
+# In a graph names are the script's: the hook knows what is what, and names it exactly.
+TENSORFLOW_GRAPH = Framework(
+    name="tensorflow",
+    collections=_frozen(
+        {
+            name: ()
+            for name in TENSORFLOW.collections
+            if name not in (Keys.ALL, Keys.DEFAULT, Keys.INPUTS, Keys.OUTPUTS, Keys.LAYERS)
+        }
+    ),
+    always=(Keys.LOSSES, Keys.METRICS, Keys.SM_METRICS),
 )

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-tf = pytest.importorskip("tensorflow")
+pytest.importorskip("tensorflow")
 
-import smdist.tensorflow as smd  # noqa: E402
-from tests.integration.keras_jobs import (  # noqa: E402
+import tensorflow as tf
+
+import smdist.tensorflow as smd
+from tests.integration.keras_jobs import (
     BATCH,
     EVERYTHING,
     GRADIENTS,
@@ -202,7 +204,7 @@ def test_a_custom_step_shared_layers_and_several_inputs(tmp_path: Path) -> None:
             with tf.GradientTape() as tape:
                 loss = tf.reduce_mean((self(inputs, training=True) - labels) ** 2)
             found = tape.gradient(loss, self.trainable_variables)
-            self.optimizer.apply_gradients(zip(found, self.trainable_variables))
+            self.optimizer.apply_gradients(zip(found, self.trainable_variables, strict=True))
             return {"loss": loss, "double": 2 * loss}
 
     left, right = tf.keras.Input(shape=(3,)), tf.keras.Input(shape=(3,))
@@ -271,6 +273,4 @@ def test_collections_of_layers_and_variables(tmp_path: Path) -> None:
         "hidden/weights/hidden/bias:0",
     }
     assert set(trial.tensor_names(collection="sides")) == {"top/inputs", "hidden/outputs"}
-    close(
-        trial.tensor("top/weights/top/kernel:0").value(0, mode=TRAIN), initial()["w2"]
-    )
+    close(trial.tensor("top/weights/top/kernel:0").value(0, mode=TRAIN), initial()["w2"])

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-tf = pytest.importorskip("tensorflow")
+pytest.importorskip("tensorflow")
 
-import smdist.tensorflow as smd  # noqa: E402
-from smdist.errors import ConfigurationError  # noqa: E402
-from tests.integration.keras_jobs import (  # noqa: E402
+import tensorflow as tf
+
+import smdist.tensorflow as smd
+from smdist.errors import ConfigurationError
+from tests.integration.keras_jobs import (
     BATCH,
     KERAS_3,
     close,
@@ -232,13 +234,17 @@ def test_what_cannot_be_seen_is_said_and_training_goes_on(
             super().build(shape)
 
         def call(self, inputs: Any) -> Any:
-            each = lambda row: self.inner(row[None])[0]  # noqa: E731
+            def each(row: Any) -> Any:
+                return self.inner(row[None])[0]
+
             return tf.map_fn(each, inputs, fn_output_signature=tf.float32)
 
     model = tf.keras.Sequential([tf.keras.Input(shape=(3,)), Hidden(name="outer")])
     model.compile(optimizer="sgd", loss="mse", jit_compile=False)
     hook = smd.KerasHook(
-        tmp_path / "run", include_collections=["layers"], save_config=smd.SaveConfig(save_interval=1)
+        tmp_path / "run",
+        include_collections=["layers"],
+        save_config=smd.SaveConfig(save_interval=1),
     )
     with caplog.at_level(logging.WARNING, logger="smdist"), hook:
         model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[hook])

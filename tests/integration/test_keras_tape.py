@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-tf = pytest.importorskip("tensorflow")
+pytest.importorskip("tensorflow")
 
-import smdist.tensorflow as smd  # noqa: E402
-from tests.integration.keras_jobs import (  # noqa: E402
+import tensorflow as tf
+
+import smdist.tensorflow as smd
+from tests.integration.keras_jobs import (
     BATCH,
     GRADIENTS,
     RATE,
@@ -41,15 +43,13 @@ def loop(model: Any, hook: smd.KerasHook, *, traced: bool, epochs: int = 1) -> i
         with hook.wrap_tape(tf.GradientTape()) as tape:
             loss = tf.reduce_mean((model(inputs, training=True) - labels) ** 2)
         gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
         return loss
 
     run = tf.function(step) if traced else step
     for _ in range(epochs):
         for start in range(0, len(x), BATCH):
-            loss = run(
-                tf.constant(x[start : start + BATCH]), tf.constant(y[start : start + BATCH])
-            )
+            loss = run(tf.constant(x[start : start + BATCH]), tf.constant(y[start : start + BATCH]))
             hook.save_tensor("seen", loss, "metrics")
     return traces
 

@@ -1,0 +1,141 @@
+"""The TensorFlow examples as people run them: real processes, then what their runs hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tensorflow")
+
+from smdist import create_trial, modes
+from smdist.trials import Trial
+from tests.integration.keras_jobs import KERAS_3
+
+pytestmark = pytest.mark.tensorflow
+
+REPOSITORY = Path(__file__).parents[2]
+EXAMPLES = REPOSITORY / "examples"
+TRAIN, EVAL = modes.TRAIN, modes.EVAL
+
+
+def start(folder: Path, *command: str | Path, **environ: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    environment.pop("USE_SMDIST", None)
+    return subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        cwd=folder,
+        env=environment | environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    """Its output; it must end well and say nothing of ours on stderr."""
+    try:
+        out, err = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    assert process.returncode == 0, out + err
+    assert "smdist" not in err, err
+    return out
+
+
+def run(folder: Path, *command: str | Path, **environ: str) -> str:
+    return finish(start(folder, *command, **environ))
+
+
+def value(trial: Trial, name: str, step: int, worker: int = 0) -> Any:
+    return trial.tensor(name).value(step, mode=TRAIN, worker=worker)
+
+
+def test_fit(tmp_path: Path) -> None:
+    said = run(tmp_path, EXAMPLES / "keras_fit.py", "--out-dir", "run")
+    assert "Loss values were {0: " in said
+    with create_trial(tmp_path / "run") as trial:
+        assert trial.steps(TRAIN) == [0, 10, 20]
+        assert trial.steps(EVAL) == [0]
+        assert set(trial.tensor_names(collection="metrics")) == {"accuracy"}
+        assert set(trial.tensor_names(collection="losses")) == {"loss"}
+        outputs = value(trial, "classes/outputs", 20)
+        np.testing.assert_allclose(outputs.sum(axis=1), 1, rtol=1e-5)
+        logits = value(trial, "classes/inputs", 20) @ value(
+            trial, "classes/weights/classes/kernel:0", 20
+        )
+        assert logits.shape == outputs.shape
+
+
+@pytest.mark.parametrize("options", [[], ["--compiled"]], ids=["eager", "compiled"])
+def test_tape(tmp_path: Path, options: list[str]) -> None:
+    run(tmp_path, EXAMPLES / "keras_tape.py", "--out-dir", "run", *options)
+    with create_trial(tmp_path / "run") as trial:
+        assert trial.tensor("loss").steps(TRAIN) == [0, 10, 20, 30]
+        assert trial.tensor("accuracy").steps(TRAIN) == list(range(32))
+        assert value(trial, "loss", 30) < value(trial, "loss", 0)
+        assert value(trial, "gradients/hidden/kernelGrad", 10).shape == (16, 32)
+
+
+def check_replicas(trial: Trial) -> None:
+    """Each update follows from the gradients that the replicas computed, as the trial has them."""
+    assert trial.loaded_all_steps
+    assert trial.workers() == ["worker_0", "worker_1"]
+    assert trial.steps(TRAIN) == list(range(8))
+    assert trial.troubles() == {}
+    kernel, gradient = trial.tensor("top/weights/top/kernel:0"), "gradients/top/kernelGrad"
+    for step in range(7):
+        assert trial.missing(step, mode=TRAIN) == {}
+        before = [value(trial, kernel.name, step, worker) for worker in (0, 1)]
+        np.testing.assert_array_equal(before[0], before[1])
+        local = [value(trial, gradient, step, worker) for worker in (0, 1)]
+        assert not np.array_equal(local[0], local[1]), "not those before the reduction"
+        expected = before[0] - 0.01 * (local[0] + local[1])
+        np.testing.assert_allclose(value(trial, kernel.name, step + 1), expected, rtol=1e-4)
+        for worker in (0, 1):  # of the mean over both: each counts for half
+            x = value(trial, "inputs", step, worker)
+            error = x @ before[worker] - x.sum(axis=1, keepdims=True)
+            if step == 0:  # the bias is zero
+                by_hand = x.T @ (2 * error / len(x)) / 2
+                np.testing.assert_allclose(local[worker], by_hand, rtol=1e-3, atol=1e-4)
+
+
+def test_mirrored(tmp_path: Path) -> None:
+    run(tmp_path, EXAMPLES / "keras_mirrored.py", "--out-dir", "run", "--interval", "1")
+    with create_trial(tmp_path / "run") as trial:
+        check_replicas(trial)
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("localhost", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(KERAS_3, reason="fit of Keras 3 fails under this strategy, hook or not")
+def test_multi_worker_mirrored(tmp_path: Path) -> None:
+    workers = [f"localhost:{port}" for port in free_ports(2)]
+    jobs = [
+        start(
+            tmp_path, EXAMPLES / "keras_multiworker.py", "--out-dir", "run", "--interval", "1",
+            TF_CONFIG=json.dumps(
+                {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}}
+            ),
+        )
+        for index in (0, 1)
+    ]  # fmt: skip
+    for index, job in enumerate(jobs):
+        assert f"worker_{index} is done" in finish(job)
+    with create_trial(tmp_path / "run") as trial:
+        check_replicas(trial)

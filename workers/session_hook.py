@@ -1,0 +1,268 @@
+"""The hooks for `tf.compat.v1` sessions and for estimators.
+
+    hook = SessionHook(out_dir, save_config=SaveConfig(save_interval=100))
+    optimizer = hook.wrap_optimizer(tf.compat.v1.train.AdamOptimizer())
+    with tf.compat.v1.train.MonitoredSession(hooks=[hook]) as session:
+        session.run(train_op)
+
+Every run of the session is a step. Tensors go by their names in the graph. What is wanted of a due
+step is fetched with its run, if that does not change what the run does; variables are read before
+it, so that their values are those the step starts with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from smdist.codec import dtype_code
+from smdist.collection import CollectionKeys
+from smdist.config import TENSORFLOW_GRAPH, HookConfig
+from smdist.errors import CaptureError, ConfigurationError
+from smdist.identity import ModeKeys
+from smdist.planning import StepPlan
+from smdist.workers.outlet import Whereabouts
+from smdist.workers.tf_base import TensorflowHook
+from smdist.workers.tf_host import array_of
+
+__all__ = ["EstimatorHook", "SessionHook"]
+
+v1: Any = tf.compat.v1
+
+
+class SessionHook(TensorflowHook, tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
+    _framework = TENSORFLOW_GRAPH
+
+    def _build(self, config: HookConfig, where: Whereabouts, close_timeout_s: float) -> None:
+        self._graph: Any = None
+        self._variables: dict[str, Any] = {}
+        self._optimizers: list[tuple[Any, str]] = []
+        self._trained: dict[int, Any] = {}  # variables whose gradients are known
+        self._held: dict[str, Any] = {}  # variables as they were before the run
+        self._fetched: dict[tuple[StepPlan, tuple[str, ...]], dict[str, Any]] = {}
+        super()._build(config, where, close_timeout_s)
+
+    # -- what a script calls ------------------------------------------------------------------
+
+    def wrap_optimizer(self, optimizer: Any) -> Any:
+        """Know the gradients that `optimizer` computes or applies; returns it."""
+        if not hasattr(optimizer, "compute_gradients"):
+            raise ConfigurationError(
+                f"wrap_optimizer takes a tf.compat.v1.train.Optimizer, not {optimizer!r}"
+            )
+        if self._active and all(known is not optimizer for known, _ in self._optimizers):
+            self._watch(optimizer, "compute_gradients")
+            self._watch(optimizer, "apply_gradients")
+        return optimizer
+
+    def _watch(self, optimizer: Any, method: str) -> None:
+        original = getattr(optimizer, method)
+
+        def compute_gradients(*args: Any, **kwargs: Any) -> Any:
+            pairs = original(*args, **kwargs)
+            self._know_gradients(pairs)
+            return pairs
+
+        def apply_gradients(grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+            pairs = list(grads_and_vars)
+            # Those that this optimizer computed itself are known as they were then.
+            self._know_gradients(p for p in pairs if id(p[1]) not in self._trained)
+            return original(pairs, *args, **kwargs)
+
+        computes = method == "compute_gradients"
+        vars(optimizer)[method] = compute_gradients if computes else apply_gradients
+        self._optimizers.append((optimizer, method))
+
+    def _know_gradients(self, pairs: Iterable[tuple[Any, Any]]) -> None:
+        gradients = self.get_collection(CollectionKeys.GRADIENTS)
+        for gradient, variable in pairs:
+            if gradient is not None:
+                self._trained[id(variable)] = variable
+                dense = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+                gradients.add_tensor_name(dense.name)
+
+    # -- what the session calls ---------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The graph is complete."""
+        if not self._active:
+            return
+        try:
+            self._look_at(v1.get_default_graph())
+        except Exception as error:  # noqa: BLE001 (the policy decides)
+            self._mishaps.handle(error, "looking at the graph")
+
+    def _look_at(self, graph: Any) -> None:
+        self._graph = graph
+        self._fetched.clear()
+        with graph.as_default():
+            variables = v1.global_variables()
+            trained = {variable.name for variable in v1.trainable_variables()}
+            losses = v1.losses.get_losses()
+        self._variables = {variable.name: variable for variable in variables}
+        biases = self.get_collection(CollectionKeys.BIASES)
+        weights = self.get_collection(CollectionKeys.WEIGHTS)
+        rest = self.get_collection(CollectionKeys.OPTIMIZER_VARIABLES)
+        owned = self._slots(trained)
+        for name in self._variables:
+            if name in trained:
+                (biases if "bias" in name else weights).add_tensor_name(name)
+            elif name in owned:
+                rest.add_tensor_name(name)
+        for loss in losses:
+            self.get_collection(CollectionKeys.LOSSES).add_tensor_name(loss.name)
+
+    def _slots(self, trained: set[str]) -> set[str]:
+        """Names of what optimizers keep: each stands under the name of the variable it is for."""
+        paths = tuple(f"{name.partition(':')[0]}/" for name in trained)
+        return {name for name in self._variables if name not in trained and name.startswith(paths)}
+
+    def before_run(self, run_context: Any) -> Any:
+        """Prepare what is due. The step itself begins when the run is over: one that finds no more
+        data is no step."""
+        clock = self._clock
+        self._held = {}
+        if not self._active or clock.quiet > 0:
+            return None
+        try:
+            coming = clock.ref.mode_step + clock.has_step
+            if self._planner.next_due(clock.mode, coming) != coming:
+                return None
+            plan = self._planner.at(clock.mode, coming)
+            wanted = {n: v for n, v in self._variables.items() if plan.wants(n) is not None}
+            if wanted:
+                self._held = run_context.session.run(wanted)
+            args = run_context.original_args
+            fetched = self._wanted(plan, args.fetches, args.feed_dict or {})
+            return v1.train.SessionRunArgs(fetched) if fetched else None
+        except Exception as error:  # noqa: BLE001 (the policy decides)
+            self._mishaps.handle(error, f"the step after {clock.step}")
+            return None
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        clock = self._clock
+        if not self._active:
+            return
+        if clock.quiet > 0:
+            clock.quiet -= 1
+            return
+        try:
+            if clock.forward():
+                self._attend()
+            if self._recorder.plan is not None:
+                found = {**self._held, **(run_values.results or {})}
+                arrays = [array_of(value) for value in found.values()]
+                self._recorder.offer_many(tuple(found), arrays)
+                self._recorder.close()
+        except Exception as error:  # noqa: BLE001 (the policy decides)
+            self._mishaps.handle(error, f"step {clock.step}")
+
+    def end(self, session: Any) -> None:
+        """The session is over; another may follow. The hook stays open for it."""
+
+    # -- what a run computes ------------------------------------------------------------------
+
+    def _wanted(self, plan: StepPlan, fetches: Any, feeds: Mapping[Any, Any]) -> dict[str, Any]:
+        operations = self._operations(fetches)
+        fed = [self._graph.as_graph_element(key).name for key in feeds]
+        key = (plan, tuple(sorted([*fed, *(op.name for op in operations)])))
+        found = self._fetched.get(key)
+        if found is None:
+            reach = _Reach(operations, fed)
+            found = self._fetched[key] = {
+                tensor.name: tensor
+                for op in self._graph.get_operations()
+                for tensor in op.outputs
+                if tensor.name not in self._variables
+                and plan.wants(tensor.name) is not None
+                and self._fetchable(tensor)
+                and reach.has(tensor)
+            }
+        return found
+
+    def _operations(self, fetches: Any) -> list[Any]:
+        found = []
+        for item in tf.nest.flatten(fetches):
+            if isinstance(item, str):
+                item = self._graph.as_graph_element(item)
+            element = self._graph.as_graph_element(item)
+            found.append(getattr(element, "op", element))
+        return found
+
+    def _fetchable(self, tensor: Any) -> bool:
+        if not self._graph.is_fetchable(tensor) or not tensor.dtype.is_numpy_compatible:
+            return False
+        try:
+            dtype_code(tensor.dtype.as_numpy_dtype)
+        except (CaptureError, TypeError):
+            return False
+        # Nothing from outside a loop can look into it.
+        return tensor.op._get_control_flow_context() is None
+
+    # -- end ----------------------------------------------------------------------------------
+
+    def _forget(self) -> None:
+        self._fetched.clear()
+
+    def _uninstall(self) -> None:
+        for optimizer, method in self._optimizers:
+            vars(optimizer).pop(method, None)
+        self._optimizers.clear()
+        self._fetched.clear()
+
+
+class EstimatorHook(SessionHook):
+    """The same for `tf.estimator`: training, evaluation and prediction set the mode."""
+
+    def begin(self) -> None:
+        super().begin()
+        if self._active and self._graph is not None:
+            keys = v1.GraphKeys
+            if self._graph.get_collection(keys.TRAIN_OP):
+                self.set_mode(ModeKeys.TRAIN)
+            elif self._graph.get_collection(keys.EVAL_STEP):
+                self.set_mode(ModeKeys.EVAL)
+            else:
+                self.set_mode(ModeKeys.PREDICT)
+
+
+class _Reach:
+    """What can be fetched beside a run without changing what it does: all that it computes, and
+    what follows from that alone (a loss that was only needed for its gradients)."""
+
+    def __init__(self, operations: Iterable[Any], fed: Iterable[str]) -> None:
+        self._fed = set(fed)
+        self._known: dict[str, bool] = {}
+        pending = list(operations)
+        while pending:
+            op = pending.pop()
+            if op.name not in self._known:
+                self._known[op.name] = True
+                pending.extend(_before(op))
+
+    def has(self, tensor: Any) -> bool:
+        pending = [tensor.op]
+        while pending:
+            op = pending[-1]
+            if op.name in self._known:
+                pending.pop()
+                continue
+            if any(output.name in self._fed for output in op.outputs):
+                self._known[op.name] = True
+                continue
+            # With an effect or a state of its own, or without a value.
+            if op.op_def is None or op.op_def.is_stateful or op.type.startswith("Placeholder"):
+                self._known[op.name] = False
+                continue
+            unknown = [b for b in _before(op) if b.name not in self._known]
+            if unknown:
+                pending.extend(unknown)
+                continue
+            self._known[op.name] = all(self._known[b.name] for b in _before(op))
+        return self._known[tensor.op.name]
+
+
+def _before(op: Any) -> list[Any]:
+    return [*(tensor.op for tensor in op.inputs), *op.control_inputs]

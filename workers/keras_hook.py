@@ -23,6 +23,7 @@ from smdist.identity import ModeKeys
 from smdist.manifest import CollectionInfo, Collections
 from smdist.workers.keras_functions import is_keras_3
 from smdist.workers.keras_lanes import Lane
+from smdist.workers.keras_phases import Phases, Place
 from smdist.workers.keras_recording import Recording
 from smdist.workers.keras_tape import Tapes
 from smdist.workers.outlet import Outlet, Whereabouts
@@ -49,6 +50,8 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
             self._attend,
             self._enter,
         )
+        self._place = Place()
+        self._phases = Phases(self._recording, self._clock, self._planner, self._mishaps)
         self._tapes = Tapes(self._recording, self._clock, self._recorder, self._mishaps)
 
     # -- what Keras calls ---------------------------------------------------------------------
@@ -63,19 +66,19 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
         self._begin_phase("train")
 
     def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
-        self._recording.end_phase(self.model, "train")
+        self._phases.end(self.model, "train")
 
     def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         self._begin_phase("test")
 
     def on_test_end(self, logs: Mapping[str, Any] | None = None) -> None:
-        self._recording.end_phase(self.model, "test")
+        self._phases.end(self.model, "test")
 
     def on_predict_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         self._begin_phase("predict")
 
     def on_predict_end(self, logs: Mapping[str, Any] | None = None) -> None:
-        self._recording.end_phase(self.model, "predict")
+        self._phases.end(self.model, "predict")
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """What the epoch's validation came to belongs to its last training step, if that is due."""
@@ -99,7 +102,7 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
         try:
             self._settle_ranks(self.model.distribute_strategy)
             if self._outlet.probe():
-                self._recording.begin_phase(self.model, kind)
+                self._phases.begin(self.model, kind, self._place)
         except Exception as error:  # noqa: BLE001 (the policy decides)
             self._mishaps.handle(error, f"beginning to {kind}")
 
@@ -137,12 +140,15 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
 
     def _settle_ranks(self, strategy: Any) -> None:
         """Each replica of this process is a worker."""
-        if strategy.num_replicas_in_sync == 1:
-            return
-        count = len(strategy.extended.worker_devices)
-        if count == 1 or self._outlet.is_open or self._recording.lanes.others:
+        if self._outlet.is_open or self._recording.lanes.others:
             return
         process = self._outlet.identity
+        count = 1
+        if strategy.num_replicas_in_sync > 1:
+            count = len(strategy.extended.worker_devices)
+        self._place = Place(process.world_size, count)
+        if count == 1:
+            return
         first, world = process.rank * count, process.world_size * count
         self._outlet.become(first, world)
         for replica in range(1, count):
@@ -171,6 +177,7 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
 
     def _uninstall(self) -> None:
         self._tapes.uninstall()
+        self._phases.uninstall()
         self._recording.uninstall()
 
     def after_fork(self) -> None:

@@ -7,7 +7,8 @@ once its batch is there: the end of a dataset whose size nobody knows is no step
     nothing due             Keras' function
     only results wanted     Keras' function; losses and metrics are what it returns
     anything else           the batch is taken, weights are captured, and the step runs as a
-                            function of ours that also returns what is wanted of its inside
+                            function of ours that also returns what is wanted of its inside; in a
+                            job of several processes it stays Keras' (see `Inline`)
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from smdist.identity import ModeKeys
 from smdist.workers.steps import StepClock
 
 if TYPE_CHECKING:
+    from smdist.workers.keras_inline import Inline
     from smdist.workers.keras_recording import Recording
 
-__all__ = ["MODES", "Phase"]
+__all__ = ["MODES", "Phase", "steps_per_execution"]
 
 MODES = {"train": ModeKeys.TRAIN, "test": ModeKeys.EVAL, "predict": ModeKeys.PREDICT}
 
@@ -36,12 +38,19 @@ class Phase:
         model: Any,
         kind: str,
         original: Callable[[Any], Any],
+        inline: Inline | None = None,
+        *,
+        whole: bool = True,
     ) -> None:
-        """`original` takes an iterator; that of Keras 3 for `predict` a list of batches."""
+        """`original` takes an iterator; that of Keras 3 for `predict` a list of batches.
+
+        Not `whole`: the inside of a step is out of reach.
+        """
         self.model, self.kind, self.original = model, kind, original
+        self.inline, self._whole = inline, whole
         self._recording, self._clock, self._mode = recording, clock, MODES[kind]
         self._eager = bool(model.run_eagerly)
-        self._single = not self._eager and self._steps_per_execution() == 1
+        self._single = not self._eager and steps_per_execution(self.model) == 1
 
     def __call__(self, source: Any) -> Any:
         clock = self._clock
@@ -55,25 +64,42 @@ class Phase:
         recording = self._recording
         if not recording.enter(self._mode):
             return self.original(source)
-        steps = self._steps_per_execution()
-        if self._eager or (steps > 1 and recording.due_within(steps)):
+        steps = steps_per_execution(self.model)
+        due = recording.due_within(steps)
+        if due and (self.inline is not None or not self._whole):
+            return self._from_inside(source, steps)
+        if self._eager or (due and steps > 1):
             return self._one_by_one(source, steps)
         if steps > 1:
             before = self._counted()
             result = self.original(source)
             recording.passed(self._since(before, source, steps))
             return result
-        if not recording.due_within(1):
+        if not due:
             result = self.original(source)
             recording.passed(1)
             return result
         if recording.wants_results_only(self.model):
-            result = self.original(source)
-            recording.begin()
-            recording.save_results(self.kind, result)
-            recording.close()
-            return result
+            return self._from_inside(source, 1)
         return self._recorded(next(_batches(source)))
+
+    def _from_inside(self, source: Any, steps: int) -> Any:
+        """An execution of Keras' function in which something is due."""
+        recording, inline = self._recording, self.inline
+        before = self._counted() if steps > 1 else None
+        if inline is not None:
+            inline.arm()
+        try:
+            result = self.original(source)
+        finally:
+            if inline is not None:
+                inline.disarm()
+        if inline is None or inline.seen == 0:
+            with recording.without_variables():  # which are no longer what they were
+                recording.passed(self._since(before, source, steps) if steps > 1 else 1)
+        recording.save_results(self.kind, result)
+        recording.close()
+        return result
 
     def _one_by_one(self, source: Any, steps: int) -> Any:
         results: list[Any] = []
@@ -102,12 +128,6 @@ class Phase:
 
     # -- steps_per_execution ------------------------------------------------------------------
 
-    def _steps_per_execution(self) -> int:
-        steps: Any = getattr(self.model, "_steps_per_execution", None)  # a variable in Keras 2
-        if steps is None:
-            steps = getattr(self.model, "steps_per_execution", None) or 1
-        return int(steps.numpy() if hasattr(steps, "numpy") else steps)
-
     def _counted(self) -> int | None:
         """How many steps there were, where Keras itself counts them."""
         counter: Any = getattr(self.model, f"_{self.kind}_counter", None)
@@ -120,6 +140,13 @@ class Phase:
         if before is None or now is None:
             return len(source) if isinstance(source, list) else steps
         return max(now - before, 0)
+
+
+def steps_per_execution(model: Any) -> int:
+    steps: Any = getattr(model, "_steps_per_execution", None)  # a variable in Keras 2
+    if steps is None:
+        steps = getattr(model, "steps_per_execution", None) or 1
+    return int(steps.numpy() if hasattr(steps, "numpy") else steps)
 
 
 def _batches(source: Any) -> Iterator[Any]:

@@ -46,29 +46,16 @@ class Recording:
         self.lanes = Lanes(recorder)
         self._recorder = recorder
         self.optimizers: list[Any] = []  # besides the model's own
-        self._phases: list[Phase] = []
         self._names: dict[int, Names] = {}
         self._functions: dict[tuple[int, str, Wants | None], tuple[Any, StepFunction]] = {}
         self._wants: dict[tuple[StepPlan, int], Wants] = {}
         self._model: Any = None  # of the phase that runs
         self._registered: Any = None
 
-    # -- phases -------------------------------------------------------------------------------
+    # -- models -------------------------------------------------------------------------------
 
-    def begin_phase(self, model: Any, kind: str) -> None:
+    def phase_begins(self, model: Any) -> None:
         self._model = model
-        attribute = f"{kind}_function"
-        function = getattr(model, attribute, None)
-        if function is None:
-            function = getattr(model, f"make_{attribute}")()
-        if function is None or getattr(model, "_cluster_coordinator", None) is not None:
-            self._mishaps.trouble(f"{kind} of {model.name} runs elsewhere and is not captured")
-            return
-        if isinstance(function, Phase):
-            return
-        phase = Phase(self, self._clock, model, kind, function)
-        self._phases.append(phase)
-        setattr(model, attribute, phase)
         self.bind()
 
     def register(self, model: Any) -> None:
@@ -78,19 +65,6 @@ class Recording:
     def registered_names(self) -> Names | None:
         model = self._registered
         return self.names(model) if model is not None and model.built else None
-
-    def end_phase(self, model: Any, kind: str) -> None:
-        mine = [phase for phase in self._phases if phase.model is model]
-        if kind == "test" and any(phase.kind == "train" for phase in mine):
-            return  # there may be more to validate
-        for phase in mine:
-            self._take_out(phase)
-
-    def _take_out(self, phase: Phase) -> None:
-        attribute = f"{phase.kind}_function"
-        if getattr(phase.model, attribute, None) is phase:
-            setattr(phase.model, attribute, phase.original)
-        self._phases.remove(phase)
 
     # -- steps --------------------------------------------------------------------------------
 
@@ -126,8 +100,7 @@ class Recording:
             if any(self.wants(plan, names)):
                 return False
             return not any(
-                plan.wants(named.name) is not None
-                for named in (*names.variables, *self._optimizer_variables(names))
+                plan.wants(named.name) is not None for named in self._all_variables(names)
             )
         except Exception as error:  # noqa: BLE001 (the policy decides)
             self._mishaps.handle(error, "looking at the model")
@@ -164,15 +137,17 @@ class Recording:
         if model is None or plan is None or not model.built:
             return
         names = self.names(model)
-        named = [
-            n for n in (*names.variables, *self._optimizer_variables(names)) if plan.wants(n.name)
-        ]
+        named = [n for n in self._all_variables(names) if plan.wants(n.name) is not None]
         strategy = model.distribute_strategy
         values = [strategy.experimental_local_results(tf_variable(n.variable)) for n in named]
         self.lanes.offer(tuple(n.name for n in named), values, array_of)
 
-    def _optimizer_variables(self, names: Names) -> list[NamedVariable]:
-        if self._clock.mode is not ModeKeys.TRAIN:
+    def _all_variables(self, names: Names) -> list[NamedVariable]:
+        kind = "train" if self._clock.mode is ModeKeys.TRAIN else "other"
+        return [*names.variables, *self.optimizer_variables(names, kind)]
+
+    def optimizer_variables(self, names: Names, kind: str) -> list[NamedVariable]:
+        if kind != "train":
             return []
         optimizer = getattr(names.model, "optimizer", None)
         return [] if optimizer is None else names.optimizer_variables(optimizer)
@@ -210,11 +185,11 @@ class Recording:
         # Keras makes its function anew when the model is compiled again, and so do we.
         if function is None or basis is not phase.original:
             taps = None if wants is None else Taps(self.names(model), wants, self._mishaps)
-            function = StepFunction(model, phase.kind, taps, lambda: self._optimizers_of(model))
+            function = StepFunction(model, phase.kind, taps, lambda: self.optimizers_of(model))
             self._functions[key] = phase.original, function
         return function
 
-    def _optimizers_of(self, model: Any) -> list[Any]:
+    def optimizers_of(self, model: Any) -> list[Any]:
         own = getattr(model, "optimizer", None)
         found = [own, *self.optimizers]
         return list({id(o): o for o in found if o is not None}.values())
@@ -280,8 +255,6 @@ class Recording:
         self.lanes.forget()
 
     def uninstall(self) -> None:
-        for phase in tuple(self._phases):
-            self._take_out(phase)
         self._functions.clear()
         self._names.clear()
         self._wants.clear()

@@ -11,11 +11,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
 
-from smdist.planning import StepPlan
 from smdist.workers.keras_names import Names, gradient_name
 from smdist.workers.mishaps import Mishaps
 from smdist.workers.tf_host import flat_tensors, unconverted
@@ -32,7 +31,11 @@ class Wants(NamedTuple):
     model: frozenset[str]
 
 
-def wants_of(plan: StepPlan, names: Names) -> Wants:
+class _Wanting(Protocol):
+    def wants(self, name: str) -> object | None: ...
+
+
+def wants_of(plan: _Wanting, names: Names) -> Wants:
     def wanted(name: str) -> bool:
         return plan.wants(name) is not None or plan.wants(f"{name}_0") is not None
 

@@ -73,6 +73,21 @@ def make_model(*, eager: bool = False, compiled: bool = True, **options: Any) ->
     return model
 
 
+def way(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options of a model and of a hook: how the inside of a step is reached.
+
+    "inline" is what a process of several does; the others need not be there for that.
+    """
+    several = {"rank": 0, "world_size": 2}
+    model: dict[str, dict[str, Any]] = {
+        "eager": {"eager": True},
+        "compiled": {},
+        "plain": {"jit_compile": False},  # Keras 3 compiles with XLA where it can
+        "inline": {"jit_compile": False},
+    }
+    return model[name], several if name == "inline" else {}
+
+
 def hooked(folder: Path, interval: int = 1, **options: Any) -> smd.KerasHook:
     return smd.KerasHook(
         folder, save_config=smd.SaveConfig(save_interval=interval), on_error="raise", **options

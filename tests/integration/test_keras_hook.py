@@ -17,6 +17,7 @@ from tests.integration.keras_jobs import (
     BATCH,
     EVERYTHING,
     GRADIENTS,
+    KERAS_3,
     WEIGHTS,
     close,
     data,
@@ -26,19 +27,22 @@ from tests.integration.keras_jobs import (
     read,
     running_mean,
     training,
+    way,
 )
 
 pytestmark = pytest.mark.tensorflow
 
 TRAIN, EVAL, PREDICT = smd.modes.TRAIN, smd.modes.EVAL, smd.modes.PREDICT
-ways = pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+WAYS = ["eager", "compiled", "plain", "inline"] if KERAS_3 else ["eager", "compiled", "inline"]
+ways = pytest.mark.parametrize("name", WAYS)
 
 
 @ways
-def test_every_value_of_every_step_in_every_mode(tmp_path: Path, eager: bool) -> None:
+def test_every_value_of_every_step_in_every_mode(tmp_path: Path, name: str) -> None:
     x, y = data()
-    model = make_model(eager=eager)
-    with hooked(tmp_path / "run", include_collections=EVERYTHING) as hook:
+    options, place = way(name)
+    model = make_model(**options)
+    with hooked(tmp_path / "run", include_collections=EVERYTHING, **place) as hook:
         model.fit(
             x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, callbacks=[hook],
             validation_data=(x[:8], y[:8]), validation_batch_size=BATCH,
@@ -52,10 +56,10 @@ def test_every_value_of_every_step_in_every_mode(tmp_path: Path, eager: bool) ->
     steps = [step for epoch in epochs for step in epoch]
     assert trial.steps(mode=TRAIN) == list(range(len(steps)))
     for number, step in enumerate(steps):
-        for name, key in WEIGHTS.items():
-            close(value(name, number), step.weights[key])
-        for name, key in GRADIENTS.items():
-            close(value(name, number), step.gradients[key])
+        for tensor, key in WEIGHTS.items():
+            close(value(tensor, number), step.weights[key])
+        for tensor, key in GRADIENTS.items():
+            close(value(tensor, number), step.gradients[key])
         close(value("inputs", number), step.x)
         close(value("labels", number), step.y)
         close(value("predictions", number), step.out)
@@ -65,9 +69,9 @@ def test_every_value_of_every_step_in_every_mode(tmp_path: Path, eager: bool) ->
         close(value("top/outputs", number), step.out)
         assert value("optimizer/iterations", number) == number
         close(value("optimizer/learning_rate", number), 0.1)
-    for name in ("loss", "mae"):
-        means = [m for epoch in epochs for m in running_mean([getattr(s, name) for s in epoch])]
-        close([value(name, number) for number in range(len(steps))], means)
+    for tensor in ("loss", "mae"):
+        means = [m for epoch in epochs for m in running_mean([getattr(s, tensor) for s in epoch])]
+        close([value(tensor, number) for number in range(len(steps))], means)
 
     weights = [epoch[-1].updated for epoch in epochs]
     validated = [training(x[:4], y[:4], weights=w)[0] + training(x[4:8], y[4:8], weights=w)[0]
@@ -89,11 +93,20 @@ def test_every_value_of_every_step_in_every_mode(tmp_path: Path, eager: bool) ->
 
 
 @ways
-def test_collections_and_names(tmp_path: Path, eager: bool) -> None:
+def test_collections_and_names(tmp_path: Path, name: str) -> None:
     x, y = data(8)
-    model = make_model(eager=eager)
-    model.compile(optimizer="adam", loss="mse", metrics=["mae"], run_eagerly=eager)
-    with hooked(tmp_path / "run", save_all=True) as hook:
+    options, place = way(name)
+    model = make_model(compiled=False)
+    model.compile(
+        optimizer="adam",
+        loss="mse",
+        metrics=["mae"],
+        run_eagerly=options.pop("eager", False),
+        **options,
+    )
+    if name == "inline":
+        model.optimizer.build(model.trainable_variables)
+    with hooked(tmp_path / "run", save_all=True, **place) as hook:
         model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[hook])
         hook.save_scalar("rate", 0.5, sm_metric=True)
     trial = read(tmp_path / "run")

@@ -25,6 +25,7 @@ from tests.integration.keras_jobs import (
     make_model,
     read,
     training,
+    way,
 )
 
 pytestmark = pytest.mark.tensorflow
@@ -48,13 +49,14 @@ def endless(x: Any, y: Any) -> Any:
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "results"])
-@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", ["eager", "compiled", "inline"])
 @pytest.mark.filterwarnings("ignore:.*ran out of data")
-def test_the_end_of_an_epoch_is_no_step(tmp_path: Path, eager: bool, inside: bool) -> None:
+def test_the_end_of_an_epoch_is_no_step(tmp_path: Path, name: str, inside: bool) -> None:
     x, y = data()
-    model = make_model(eager=eager)
+    options, place = way(name)
+    model = make_model(**options)
     wanted = INSIDE if inside else []
-    with hooked(tmp_path / "run", interval=5, include_collections=wanted) as hook:
+    with hooked(tmp_path / "run", interval=5, include_collections=wanted, **place) as hook:
         model.fit(endless(x, y), epochs=3, verbose=0, shuffle=False, callbacks=[hook])
         model.evaluate(endless(x, y), verbose=0, callbacks=[hook])
         assert hook.mode_steps[TRAIN] == 14
@@ -112,6 +114,29 @@ def test_steps_per_execution(tmp_path: Path, samples: int) -> None:
         gradient = trial.tensor("gradients/hidden/kernelGrad").value(number, mode=TRAIN)
         close(gradient, steps[number].gradients["w1"])
     close(model.get_weights()[2], steps[-1].updated["w2"])
+
+
+def test_what_is_out_of_reach_among_several_processes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A function of our own might call collectives that the others do not know."""
+    x, y = data()
+    options, place = way("inline")
+    model = make_model(steps_per_execution=2, **options)
+    hook = smd.KerasHook(
+        tmp_path / "run",
+        save_config=smd.SaveConfig(save_interval=3),
+        include_collections=INSIDE,
+        **place,
+    )
+    with caplog.at_level(logging.WARNING, logger="smdist"), hook:
+        model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, callbacks=[hook])
+        assert hook.mode_steps[TRAIN] == 9
+    assert "steps_per_execution runs several steps as one" in caplog.text
+    trial = read(tmp_path / "run")
+    assert set(trial.tensor_names()) == {"loss", "mae"}
+    # Each execution ends with a result, and that belongs to its last step.
+    assert trial.tensor("loss").steps(mode=TRAIN) == [3, 6, 9]
 
 
 def test_training_goes_as_without_a_hook(tmp_path: Path) -> None:

@@ -1,0 +1,143 @@
+"""Capture from inside Keras' own function, for jobs of several processes.
+
+There, the processes meet in the collective operations of their steps. A process that ran a function
+of its own for a step that is captured would call collectives that the others do not know, and wait
+for ever. So the function stays Keras': while it is traced, its step gets two questions to a variable
+beside it, one before and one after, that are false on all steps but those to be captured. On such a
+step the graph hands over its tensors. No collective is added, taken away or put in another order,
+whether the other processes capture or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+
+from smdist.planning import Planner
+from smdist.workers.keras_names import Names
+from smdist.workers.keras_taps import Taps, wants_of
+from smdist.workers.mishaps import Mishaps
+from smdist.workers.tf_host import Array, array_of, flat_tensors, tf_variable, unconverted
+
+if TYPE_CHECKING:
+    from smdist.workers.keras_recording import Recording
+
+__all__ = ["Inline"]
+
+
+class Inline:
+    """One of the functions of one model, and the step that is traced into it."""
+
+    def __init__(
+        self, recording: Recording, planner: Planner, mishaps: Mishaps, model: Any, kind: str
+    ) -> None:
+        self._recording, self._planner, self._mishaps = recording, planner, mishaps
+        self._model, self._kind = model, kind
+        with tf.device("CPU:0"):
+            self._armed = tf.Variable(False, trainable=False, name="smdist_armed")
+        self.seen = 0  # steps that told of themselves since `arm`
+
+    # -- around a call of the function --------------------------------------------------------
+
+    def arm(self) -> None:
+        self.seen = 0
+        self._armed.assign(value=True)
+
+    def disarm(self) -> None:
+        self._armed.assign(value=False)
+
+    # -- while it is traced -------------------------------------------------------------------
+
+    def install(self) -> None:
+        vars(self._model)[f"{self._kind}_step"] = self._around(
+            getattr(self._model, f"{self._kind}_step")
+        )
+
+    def remove(self) -> None:
+        vars(self._model).pop(f"{self._kind}_step", None)
+
+    def _around(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def step(data: Any) -> Any:
+            taps, begun = self._before(data)
+            if taps is None:
+                return original(data)
+            with taps.installed(self._recording.optimizers_of(self._model)):
+                result, seen = taps.watch(data, original)
+            self._after(seen, begun)
+            return result
+
+        return step
+
+    @unconverted
+    def _before(self, data: Any) -> tuple[Taps | None, Any]:
+        if not self._model.built:
+            self._mishaps.trouble(
+                f"{self._model.name} gets its variables in its first step, which is not captured; "
+                "build the model before it is trained"
+            )
+            return None, None
+        names = self._recording.names(self._model)
+        wants = wants_of(_Anywhere(self._planner), names)
+        variables = self._variables(names)
+
+        def tell() -> Any:
+            tensors = [tf_variable(variable).read_value() for _, variable in variables]
+            described = [name for name, _ in variables]
+            return tf.numpy_function(
+                lambda *arrays: self._begin(described, arrays), tensors, tf.bool
+            )
+
+        with tf.control_dependencies(flat_tensors(data)):  # without a batch there is no step
+            begun = tf.cond(self._armed, tell, lambda: tf.constant(value=False))
+        return Taps(names, wants, self._mishaps), begun
+
+    @unconverted
+    def _after(self, seen: dict[str, Any], begun: Any) -> None:
+        described = list(seen)
+
+        def tell() -> Any:
+            tensors = list(seen.values())
+            return tf.numpy_function(
+                lambda *arrays: self._save(described, arrays), tensors, tf.bool
+            )
+
+        if seen:
+            with tf.control_dependencies([begun]):
+                tf.cond(self._armed, tell, lambda: tf.constant(value=False))
+
+    def _variables(self, names: Names) -> list[tuple[str, Any]]:
+        found = [*names.variables, *self._recording.optimizer_variables(names, self._kind)]
+        wanted = self._planner.wanted_anywhere
+        return [(named.name, named.variable) for named in found if wanted(named.name)]
+
+    # -- while it runs, on a thread of TensorFlow's -------------------------------------------
+
+    def _begin(self, names: list[str], arrays: tuple[Array, ...]) -> Any:
+        try:
+            self.seen += 1
+            with self._recording.without_variables():
+                self._recording.begin()
+        except Exception as error:  # noqa: BLE001 (the policy decides)
+            self._mishaps.handle(error, "beginning a step")
+        return self._save(names, arrays)
+
+    def _save(self, names: list[str], arrays: tuple[Array, ...]) -> Any:
+        try:
+            values = [(array,) for array in arrays]
+            self._recording.lanes.offer(tuple(names), values, array_of)
+        except Exception as error:  # noqa: BLE001 (the policy decides)
+            self._mishaps.handle(error, "capturing a step")
+        return np.bool_(True)
+
+
+class _Anywhere:
+    """Stands for a step on which everything is due."""
+
+    def __init__(self, planner: Planner) -> None:
+        self._planner = planner
+
+    def wants(self, name: str) -> object | None:
+        return name if self._planner.wanted_anywhere(name) else None

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from os import PathLike
+from typing import Any
 
 from smdist.collection import CollectionKeys
 from smdist.config.hook import config_file
 from smdist.identity import modes
 from smdist.reduction import ReductionConfig
 from smdist.schedule import SaveConfig, SaveConfigMode
-from smdist.trials import create_trial
+from smdist.trials import Trial
+from smdist.trials import create_trial as open_trial
+from smdist.workers import lifecycle
 from smdist.workers.keras_hook import KerasHook
 from smdist.workers.session_hook import EstimatorHook, SessionHook
 from smdist.workers.tf_base import TensorflowHook
@@ -36,7 +40,30 @@ _KINDS: dict[str, type[TensorflowHook]] = {
     "session": SessionHook,
     "estimator": EstimatorHook,
 }
+_PATIENCE_S = 60.0
 _current: TensorflowHook | None = None
+
+
+def create_trial(
+    path: str | PathLike[str] | None = None,
+    name: str | None = None,
+    range_steps: Any = None,
+    **options: Any,
+) -> Trial:
+    """As `smdist.create_trial`. What hooks of this very process have saved there is waited for, so
+    that a script finds its own run without closing its hook."""
+    place = options.get("out_dir") if path is None else path
+    for hook in lifecycle.living():
+        if isinstance(hook, TensorflowHook) and place is not None and _same(hook.out_dir, place):
+            hook.flush(_PATIENCE_S)
+    return open_trial(path, name, range_steps, **options)
+
+
+def _same(one: str, other: str | PathLike[str]) -> bool:
+    texts = [os.fspath(one), os.fspath(other)]
+    if any("://" in text for text in texts):
+        return texts[0].rstrip("/") == texts[1].rstrip("/")
+    return len({os.path.realpath(os.path.expanduser(text)) for text in texts}) == 1
 
 
 def get_hook(
@@ -48,11 +75,9 @@ def get_hook(
     file, of the kind "keras" (the default), "session" or "estimator"; None where there is neither.
     """
     global _current
-    if _current is None and create_if_not_exists:
-        import os
-
-        if json_config_path is not None or config_file(None, os.environ)[0].exists():
-            _current = _KINDS[hook_type or "keras"].create_from_json_file(json_config_path)
+    told = json_config_path is not None or config_file(None, os.environ)[0].exists()
+    if _current is None and create_if_not_exists and told:
+        _current = _KINDS[hook_type or "keras"].create_from_json_file(json_config_path)
     return _current
 
 

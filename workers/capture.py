@@ -167,6 +167,13 @@ class Capture(Generic[T]):
             self._ended = True
         self._doorbell.ring()
 
+    def flush(self) -> None:
+        """Have what is there stored at once, be it little; `drain` waits for that."""
+        with self._lock:
+            if not self._ended:
+                self._commit(Flush())
+        self._doorbell.ring()
+
     def drain(
         self, timeout_s: float, progress: Callable[[Usage, str], None] = lambda _u, _t: None
     ) -> bool:

@@ -210,6 +210,14 @@ class BaseHook(HookParts[T]):
         self._clock.restore(state)
         self._settle_due()
 
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until everything saved so far is stored; False if `timeout` seconds were too few."""
+        capture = self._outlet.capture
+        if capture is None:
+            return True
+        capture.flush()
+        return capture.drain(self._close_timeout_s if timeout is None else timeout)
+
     def close(self, timeout: float | None = None) -> None:
         """Wait until everything is stored (`timeout` seconds at most) and let go of the model."""
         self._end("", timeout)

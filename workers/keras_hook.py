@@ -180,6 +180,15 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
         self._phases.uninstall()
         self._recording.uninstall()
 
+    def flush(self, timeout: float | None = None) -> bool:
+        done = super().flush(timeout)
+        limit = self._close_timeout_s if timeout is None else timeout
+        for lane in self._recording.lanes.others:
+            if lane.outlet.capture is not None:
+                lane.outlet.capture.flush()
+                done = lane.outlet.capture.drain(limit) and done
+        return done
+
     def after_fork(self) -> None:
         self._recording.lanes.abandon()
         super().after_fork()

@@ -11,7 +11,7 @@ import os
 import sys
 from typing import Protocol
 
-__all__ = ["enabled", "enter", "leave"]
+__all__ = ["enabled", "enter", "leave", "living"]
 
 _OFF = ("0", "false", "off", "no")
 
@@ -45,6 +45,10 @@ def enter(hook: Living) -> None:
         _child = os.getpid()
         Finalize(None, _at_child_exit, exitpriority=0)
     _living.append(hook)
+
+
+def living() -> tuple[Living, ...]:
+    return tuple(_living)
 
 
 def leave(hook: Living) -> None:

@@ -16,6 +16,9 @@ import pytest
 
 pytest.importorskip("tensorflow")
 
+import tensorflow as tf
+
+import smdist.tensorflow as smd
 from smdist import create_trial, modes
 from smdist.trials import Trial
 from tests.integration.keras_jobs import KERAS_3
@@ -139,3 +142,29 @@ def test_multi_worker_mirrored(tmp_path: Path) -> None:
         assert f"worker_{index} is done" in finish(job)
     with create_trial(tmp_path / "run") as trial:
         check_replicas(trial)
+
+
+@pytest.mark.parametrize("closes", [False, True], ids=["", "closed"])
+def test_the_example_that_scripts_grew_from(tmp_path: Path, closes: bool) -> None:
+    """One callback, the trial opened while the hook still is; the import is all that is ours."""
+    x_train, y_train = np.eye(64, 4, dtype=np.float32), np.arange(64) % 3
+    x_test, y_test = x_train[:32], y_train[:32]
+    hook = smd.KerasHook(out_dir=tmp_path / "run")
+
+    model = tf.keras.models.Sequential([tf.keras.layers.Dense(3, activation="softmax")])
+    model.compile(
+        optimizer="adam",
+        loss="sparse_categorical_crossentropy",
+    )
+    reported = model.fit(x_train, y_train, epochs=2, callbacks=[hook], verbose=0)
+    evaluated = model.evaluate(x_test, y_test, callbacks=[hook], verbose=0)
+    if closes:
+        hook.close()
+
+    trial = smd.create_trial(out_dir=tmp_path / "run")
+    assert trial.tensors() == ["loss"]
+    losses = trial.tensor("loss")
+    assert losses.values(mode=EVAL) == {0: np.float32(evaluated)}
+    assert list(losses.values(mode=TRAIN)) == [0], "the interval is 500"
+    assert 0 < losses.value(0, mode=TRAIN) < 2 * reported.history["loss"][0]
+    hook.close()

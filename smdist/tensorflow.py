@@ -81,9 +81,9 @@ def get_hook(
     return _current
 
 
-def set_hook(hook: TensorflowHook) -> None:
+def set_hook(custom_hook: TensorflowHook) -> None:
     global _current
-    _current = hook
+    _current = custom_hook
 
 
 def del_hook() -> None:

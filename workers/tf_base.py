@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from os import PathLike
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 from typing_extensions import Self
 
@@ -41,6 +41,7 @@ class TensorflowHook(BaseHook[Array]):
         drain_deadline_s: float | None = None,
         on_full: Literal["block", "drop"] = "block",
         on_error: Literal["warn", "raise"] = "warn",
+        overhead_budget: float | None = None,
         resume: bool = False,
         rank: int | None = None,
         world_size: int | None = None,
@@ -66,6 +67,7 @@ class TensorflowHook(BaseHook[Array]):
             drain_deadline_s=drain_deadline_s,
             on_full=on_full,
             on_error=on_error,
+            overhead_budget=overhead_budget,
             resume=resume,
         )
         where = Whereabouts(
@@ -88,8 +90,10 @@ class TensorflowHook(BaseHook[Array]):
         self._where = where
         self._set_up(config, reading(), Collection, where, close_timeout_s)
 
+    def get_collection(self, name: str, create: bool = True) -> Collection:
+        """The collection of that name, created if it is missing; changes hold from the next step."""
+        return cast("Collection", super().get_collection(name, create))
+
     def add_to_collection(self, collection_name: str, variable: Any) -> None:
         """As `get_collection(collection_name).add(variable)`."""
-        collection = self.get_collection(collection_name)
-        assert isinstance(collection, Collection)
-        collection.add(variable)
+        self.get_collection(collection_name).add(variable)

@@ -274,11 +274,11 @@ def test_collections_of_layers_and_variables(tmp_path: Path) -> None:
     x, y = data(8)
     model = make_model()
     with hooked(tmp_path / "run", include_collections=["mine", "sides"]) as hook:
-        hook.get_collection("mine").add(model.layers[-1].kernel)  # type: ignore[attr-defined]
+        hook.get_collection("mine").add(model.layers[-1].kernel)
         hook.add_to_collection("mine", [model.layers[-2].bias])
         sides = hook.get_collection("sides")
-        sides.add_keras_layer(model.layers[-1], inputs=True, outputs=False)  # type: ignore[attr-defined]
-        sides.add_keras_layer(model.layers[-2])  # type: ignore[attr-defined]
+        sides.add_keras_layer(model.layers[-1], inputs=True, outputs=False)
+        sides.add_keras_layer(model.layers[-2])
         model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[hook])
     trial = read(tmp_path / "run")
     assert set(trial.tensor_names(collection="mine")) == {

@@ -158,7 +158,7 @@ class Planner:
     def idle(self) -> tuple[str, ...]:
         """Collections asked for that this framework gives no tensors; worth a message.
 
-        Not those that were switched off.
+        Not those that were switched off, nor those that nobody asked for.
         """
         due = {
             name
@@ -171,6 +171,7 @@ class Planner:
             name
             for name in self._config.active_collections
             if name not in collections or (name in due and collections[name].selects_nothing)
+            if name not in self._manager.framework.always
         )
 
     def unsaved(self) -> tuple[str, ...]:

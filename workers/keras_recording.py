@@ -222,12 +222,14 @@ class Recording:
     # -- names --------------------------------------------------------------------------------
 
     def names(self, model: Any) -> Names:
-        names = self._names.get(id(model))
-        if names is None or not names.current:
+        names, now = self._names.get(id(model)), self._clock.step
+        # To go through a model takes as long as a small step: once in a step is enough.
+        if names is None or (names.looked_at != now and not names.current):
             names = self._names[id(model)] = Names(model)
             self._wants.clear()
             self._functions = {k: f for k, f in self._functions.items() if k[0] != id(model)}
             self.bind()
+        names.looked_at = now
         return names
 
     def wants(self, plan: StepPlan, names: Names) -> Wants:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -276,6 +277,35 @@ def test_what_cannot_be_seen_is_said_and_training_goes_on(
     assert "outer/inner/outputs is computed inside a function" in caplog.text
     trial = read(tmp_path / "run")
     assert trial.tensor("outer/outputs").steps(mode=TRAIN) == [0, 1]
+
+
+def test_a_hook_from_a_configuration_file(tmp_path: Path) -> None:
+    document = {
+        "LocalPath": str(tmp_path / "run"),
+        "HookParameters": {"train.save_interval": "2", "eval.save_interval": "3"},
+        "CollectionConfigurations": [
+            {"CollectionName": "gradients", "CollectionParameters": {"reductions": "mean"}},
+            {"CollectionName": "mine", "CollectionParameters": {"include_regex": "top/outputs"}},
+        ],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    x, y = data()
+    model = make_model()
+    try:
+        hook = smd.get_hook("keras", str(tmp_path / "config.json"), create_if_not_exists=True)
+        assert isinstance(hook, smd.KerasHook)
+        assert smd.get_hook() is hook
+        model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[hook])
+        model.evaluate(x, y, batch_size=BATCH, verbose=0, callbacks=[hook])
+        hook.close()
+    finally:
+        smd.del_hook()
+    trial = read(tmp_path / "run")
+    gradient = trial.tensor("gradients/top/kernelGrad")
+    expected = training(x, y)[0][2].gradients["w2"].mean()
+    close(gradient.reduction_value(2, "mean", mode=TRAIN), expected)
+    assert trial.tensor("top/outputs").steps(mode=TRAIN) == [0, 2, 4]
+    assert trial.tensor("top/outputs").steps(mode=EVAL) == [0, 3]
 
 
 def test_wrong_arguments_say_so(tmp_path: Path) -> None:

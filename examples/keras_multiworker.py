@@ -19,6 +19,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--out-dir", required=True, help="a new directory, or s3://bucket/prefix")
 parser.add_argument("--epochs", type=int, default=2)
 parser.add_argument("--interval", type=int, default=2)
+parser.add_argument("--workers", choices=["one", "all"], default="all", help="which ranks save")
 args = parser.parse_args()
 
 strategy = tf.distribute.MultiWorkerMirroredStrategy()
@@ -36,7 +37,7 @@ with strategy.scope():
 
 hook = smd.KerasHook(
     out_dir=args.out_dir,
-    include_workers="all",
+    include_workers=args.workers,
     save_config=smd.SaveConfig(save_interval=args.interval),
     include_collections=["weights", "gradients", "inputs"],
 )

@@ -11,6 +11,7 @@ whether the other processes capture or not.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,8 +37,10 @@ class Inline:
     ) -> None:
         self._recording, self._planner, self._mishaps = recording, planner, mishaps
         self._model, self._kind = model, kind
-        with tf.device("CPU:0"):
-            self._armed = tf.Variable(False, trainable=False, name="smdist_armed")
+        # Within the scope of a strategy a new variable is a matter of all processes. The scope is
+        # this thread's.
+        with ThreadPoolExecutor(1) as elsewhere:
+            self._armed = elsewhere.submit(_flag).result()
         self.seen = 0  # steps that told of themselves since `arm`
 
     # -- around a call of the function --------------------------------------------------------
@@ -131,6 +134,11 @@ class Inline:
         except Exception as error:  # noqa: BLE001 (the policy decides)
             self._mishaps.handle(error, "capturing a step")
         return np.bool_(True)
+
+
+def _flag() -> Any:
+    with tf.device("CPU:0"):
+        return tf.Variable(False, trainable=False, name="smdist_armed")
 
 
 class _Anywhere:

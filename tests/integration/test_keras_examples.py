@@ -125,23 +125,46 @@ def free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in sockets]
 
 
-@pytest.mark.ranks
-@pytest.mark.skipif(KERAS_3, reason="fit of Keras 3 fails under this strategy, hook or not")
-def test_multi_worker_mirrored(tmp_path: Path) -> None:
+def multi_worker(folder: Path, *options: str) -> None:
     workers = [f"localhost:{port}" for port in free_ports(2)]
+    tasks = [{"type": "worker", "index": index} for index in (0, 1)]
     jobs = [
         start(
-            tmp_path, EXAMPLES / "keras_multiworker.py", "--out-dir", "run", "--interval", "1",
-            TF_CONFIG=json.dumps(
-                {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}}
-            ),
+            folder,
+            EXAMPLES / "keras_multiworker.py",
+            *("--out-dir", "run", "--interval", "1", *options),
+            TF_CONFIG=json.dumps({"cluster": {"worker": workers}, "task": task}),
         )
-        for index in (0, 1)
-    ]  # fmt: skip
+        for task in tasks
+    ]
     for index, job in enumerate(jobs):
         assert f"worker_{index} is done" in finish(job)
+
+
+multi_worker_test = pytest.mark.skipif(
+    KERAS_3, reason="fit of Keras 3 fails under this strategy, hook or not"
+)
+
+
+@pytest.mark.ranks
+@multi_worker_test
+def test_multi_worker_mirrored(tmp_path: Path) -> None:
+    multi_worker(tmp_path)
     with create_trial(tmp_path / "run") as trial:
         check_replicas(trial)
+
+
+@pytest.mark.ranks
+@multi_worker_test
+def test_a_worker_that_saves_beside_one_that_does_not(tmp_path: Path) -> None:
+    """They meet in every step's collective operations: neither may wait for one the other lacks."""
+    multi_worker(tmp_path, "--workers", "one")
+    with create_trial(tmp_path / "run") as trial:
+        assert trial.loaded_all_steps
+        assert trial.workers() == ["worker_0"]
+        assert trial.steps(TRAIN) == list(range(8))
+        assert trial.tensor("gradients/top/kernelGrad").steps(TRAIN) == list(range(8))
+    assert {path.name for path in (tmp_path / "run").glob("*/*") if path.is_dir()} == {"worker_0"}
 
 
 @pytest.mark.parametrize("closes", [False, True], ids=["", "closed"])

@@ -36,7 +36,7 @@ PIP_INSTALL := -m pip install -qq
 # The build uses the setuptools of the environment, so rebuilding the kernel needs no network.
 EDITABLE := --no-build-isolation --editable
 
-.PHONY: help setup demo test test-oldest check format bench clean distclean
+.PHONY: help setup demo test test-oldest test-tensorflow check format bench clean distclean
 
 help:
 	@echo "make demo         capture a small distributed job and ask which rank went wrong"
@@ -47,6 +47,7 @@ help:
 	@echo "                  (ARGS=... goes to benchmarks/run.py: ARGS=--list, ARGS='--only s3')"
 	@echo "make test-oldest  unit and contract tests on Python 3.10 with the oldest dependencies"
 	@echo "                  (PYTHON310=path/to/python3.10 if it is not on PATH)"
+	@echo "make test-tensorflow  the tests that need TensorFlow, with Keras 3 and with Keras 2"
 	@echo "make clean        remove build products and caches"
 	@echo "make distclean    and the virtual environments"
 
@@ -103,10 +104,27 @@ $(OLDEST)/smdist.stamp: pyproject.toml setup.py constraints/oldest.txt smdist/_k
 	@$(OLDEST)/bin/python $(PIP_INSTALL) -c constraints/oldest.txt $(EDITABLE) '.[test,servers]'
 	@touch $@
 
+TENSORFLOW_TESTS := $(wildcard tests/integration/test_keras_*.py) tests/integration/test_session_hook.py
+# Each has a virtual environment of its own; with Keras 2 goes an older numpy.
+test-tensorflow: .venv-keras3/smdist.stamp .venv-keras2/smdist.stamp
+	@.venv-keras3/bin/python -m pytest -n 0 $(TENSORFLOW_TESTS) $(ARGS)
+	@.venv-keras2/bin/python -m pytest -n 0 $(TENSORFLOW_TESTS) $(ARGS)
+
+.venv-keras3/smdist.stamp: PINS := -c constraints/main.txt -c constraints/tensorflow.txt
+.venv-keras2/smdist.stamp: PINS := -c constraints/keras2.txt
+.venv-keras3/smdist.stamp .venv-keras2/smdist.stamp: pyproject.toml setup.py smdist/_kernel.c \
+  constraints/main.txt constraints/tensorflow.txt constraints/keras2.txt
+	@echo "[1/2] TensorFlow in $(@D)"
+	$(call make_venv,$(PYTHON),$(@D))
+	@$(@D)/bin/python $(PIP_INSTALL) $(PINS) "setuptools>=77" tensorflow-cpu
+	@echo "[2/2] smdist"
+	@$(@D)/bin/python $(PIP_INSTALL) $(PINS) $(EDITABLE) '.[test]'
+	@touch $@
+
 clean:
 	rm -rf build dist smdist.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find smdist workers coordination tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(OLDEST) $(PEERS)
+	rm -rf $(VENV) $(OLDEST) .venv-keras3 .venv-keras2 $(PEERS)
 	rm -f smdist/_kernel*.so

@@ -23,7 +23,7 @@ ADAPTERS = {
     "mxnet": "workers/mxnet_*.py",
     "pandas": "",
     "ray": "coordination/*.py",
-    "tensorflow": "workers/[kst][ef]*.py",
+    "tensorflow": "workers/[kst][ef]*.py",  # keras_*, session_*, tf_*
     "torch": "workers/torch_*.py",
     "xgboost": "workers/xgboost_*.py",
 }

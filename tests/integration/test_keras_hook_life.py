@@ -49,25 +49,29 @@ def endless(x: Any, y: Any) -> Any:
     return tf.data.Dataset.from_generator(batches, output_signature=spec)
 
 
+@pytest.mark.parametrize("interval", [5, 7], ids=["due", "not due"])  # what would come next
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "results"])
 @pytest.mark.parametrize("name", ["eager", "compiled", "inline"])
 @pytest.mark.filterwarnings("ignore:.*ran out of data")
-def test_the_end_of_an_epoch_is_no_step(tmp_path: Path, name: str, inside: bool) -> None:
+def test_the_end_of_an_epoch_is_no_step(
+    tmp_path: Path, name: str, inside: bool, interval: int
+) -> None:
     x, y = data()
     options, place = way(name)
     model = make_model(**options)
     wanted = INSIDE if inside else []
-    with hooked(tmp_path / "run", interval=5, include_collections=wanted, **place) as hook:
+    with hooked(tmp_path / "run", interval, include_collections=wanted, **place) as hook:
         model.fit(endless(x, y), epochs=3, verbose=0, shuffle=False, callbacks=[hook])
         model.evaluate(endless(x, y), verbose=0, callbacks=[hook])
         assert hook.mode_steps[TRAIN] == 14
         assert hook.mode_steps[EVAL] == 4
     trial = read(tmp_path / "run")
-    assert trial.steps(mode=TRAIN) == [0, 5, 10]
+    due = list(range(0, 15, interval))
+    assert trial.steps(mode=TRAIN) == due
     assert trial.steps(mode=EVAL) == [0]
     if inside:
         steps = [step for epoch in training(x, y, epochs=3) for step in epoch]
-        for number in (0, 5, 10):
+        for number in due:
             kernel = trial.tensor("top/weights/top/kernel:0").value(number, mode=TRAIN)
             close(kernel, steps[number].weights["w2"])
 

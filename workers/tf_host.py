@@ -36,7 +36,7 @@ unconverted = cast("Callable[[F], F]", tf.autograph.experimental.do_not_convert)
 def array_of(value: Any) -> Array:
     """The elements of a tensor, variable or array, valid until the next step; not to be written to."""
     if is_variable(value):
-        value = tf_variable(value).read_value()
+        value = tf_variable(value).value()
     if isinstance(value, tf.IndexedSlices):
         value = tf.convert_to_tensor(value)
     view = getattr(value, "_numpy", None)  # `numpy()` is a copy of this

@@ -3,7 +3,8 @@
 The pointer and a head are read on the event loop that owns the store. Columns are fetched when an
 entry in them is asked for, in the thread that asks, and kept up to a limit: they never change.
 A coordinator removes what it has replaced, but not at once. A trial that has pinned a snapshot for
-longer finds the same blocks in the chunks that took the place of its own.
+longer finds the same blocks in the chunks that took the place of its own. What is gone for good, or
+makes no sense, is put together again from the manifests of the ranks, and `troubles` says so.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ from smdist.coordination.loading import (
 from smdist.coordination.merge import View
 from smdist.coordination.sealed import Chunk
 from smdist.coordination.spans import members
-from smdist.errors import CorruptObject, ObjectNotFound
+from smdist.errors import CorruptObject, ObjectNotFound, StoreError
 from smdist.layout import Layout
 from smdist.storage.base import Store
 from smdist.trials.reader import Run
+from smdist.trials.rereading import Rereading
 
 __all__ = ["Snapshot", "Snapshots"]
 
@@ -76,6 +78,7 @@ class Snapshots:
         self._columns: OrderedDict[str, Columns] = OrderedDict()
         self._nbytes = 0
         self._lock = Lock()
+        self._rereading = Rereading(self.store, self.concurrency)
 
     async def newest(self, run_id: str) -> Snapshot | None:
         """The snapshot that the pointer names; the one before if that cannot be read.
@@ -143,8 +146,15 @@ class Snapshots:
     def drops(self, batch: DropBatch) -> Content:
         key = batch.ref.key
         if key not in self._drops:
-            self._drops[key] = self.run(load_drops(self.store, key))
+            self._drops[key] = self.run(self._fetch_drops(batch))
         return self._drops[key]
+
+    async def _fetch_drops(self, batch: DropBatch) -> Content:
+        try:
+            return await load_drops(self.store, batch.ref.key)
+        except (ObjectNotFound, CorruptObject) as error:
+            self._did_without(batch.ref.key, error)
+            return await self._rereading.drops(batch)
 
     def warm(self, chunks: Iterable[Chunk]) -> None:
         """Fetch several at once, so that `columns` finds them; as many as are kept."""
@@ -162,8 +172,8 @@ class Snapshots:
         key = chunk.ref.key
         try:
             columns = await load_columns(self.store, key)
-        except ObjectNotFound:
-            columns = await self._successor(chunk)
+        except (ObjectNotFound, CorruptObject) as error:
+            columns = await self._instead(chunk, error)
         with self._lock:
             if key not in self._columns:
                 self._columns[key] = columns
@@ -173,11 +183,27 @@ class Snapshots:
                 self._nbytes -= old.nbytes
         return columns
 
-    async def _successor(self, gone: Chunk) -> Columns:
+    async def _instead(self, chunk: Chunk, error: StoreError) -> Columns:
+        try:
+            found = await self._successor(chunk)
+        except (ObjectNotFound, CorruptObject):
+            found = None
+        if found is not None and _has_all(found, chunk):
+            return found  # in the course of things
+        self._did_without(chunk.ref.key, error)
+        found = await self._rereading.columns(chunk)
+        if not _has_all(found, chunk):
+            self.troubles[chunk.ref.key] += "; nor is all of it in the manifests"
+        return found
+
+    def _did_without(self, key: str, error: StoreError) -> None:
+        self.troubles[key] = f"{key} was passed over, the manifests were read instead: {error}"
+
+    async def _successor(self, gone: Chunk) -> Columns | None:
         """The steps of a chunk that was removed, out of those that the newest snapshot names."""
         pointer = await self._pointer()
         if pointer is None:
-            raise ObjectNotFound(self.store.url, gone.ref.key, "get", "nor is there a newer one")
+            return None
         head = await load_head(self.store, pointer)
         news: dict[int, dict[int, Blocks]] = {}
         for chunk in _overlapping(head, gone):
@@ -199,6 +225,13 @@ class Snapshots:
 
 def _order(pointer: Pointer) -> tuple[int, int]:
     return (pointer.epoch, pointer.number)
+
+
+def _has_all(columns: Columns, chunk: Chunk) -> bool:
+    return all(
+        set(members(row.ranks)) <= columns.step(mode_step).keys()
+        for mode_step, row in chunk.rows.items()
+    )
 
 
 def _overlapping(head: Head, gone: Chunk) -> list[Chunk]:

@@ -309,8 +309,10 @@ class Trial(Follower):
         for _, rank, known in self.catalogue.view.ranks():
             for _, _, message in sorted(known.troubles):
                 found.setdefault(worker_name(rank), []).append(message)
-        if self._unreadable:
-            found[""] = list(self._unreadable.values())
+        # What a query has found since the last refresh is with the snapshots.
+        unreadable = {**self._unreadable, **self._snapshots.troubles}
+        if unreadable:
+            found[""] = list(unreadable.values())
         return found
 
     def thinned(self) -> list[Thinned]:

@@ -406,6 +406,41 @@ def test_a_snapshot_that_cannot_be_read_is_done_without(part: str, damage: str) 
         assert key in trial.troubles()[""][0]
 
 
+@pytest.mark.parametrize("part", ["merged/steps/", "merged/drops/", "merged/"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "garbage", "gone"])
+@pytest.mark.parametrize("opened", ["before", "after"])
+def test_what_is_broken_below_a_head_is_read_from_the_ranks(
+    part: str, damage: str, opened: str
+) -> None:
+    store = MemoryStore()
+    writers = job(store, 3, 5)
+    writers[1].drop(TRAIN, 5, "x").drop(TRAIN, 6, "x").flush()
+    for writer in writers:
+        writer.end()
+    SnapshotWriter(store).write(final=True)
+    trial = open_trial(store)
+    hit = [key for key in store.objects if key.startswith(part)]
+    assert hit
+    for key in hit:
+        if damage == "gone":
+            del store.objects[key]
+        else:
+            data = store.objects[key]
+            half = data[: len(data) // 2]
+            store.objects[key] = {"cut": half, "empty": b"", "garbage": b"\xa5" * 200}[damage]
+    if opened == "after":
+        trial = open_trial(store)
+    trial.refresh()
+    found, expected = answers(trial), answers(open_trial(without_snapshots(store)))
+    said = trial.troubles().get("", [])
+    del found["troubles"], expected["troubles"]
+    assert found == expected
+    if part != "merged/":
+        assert len(said) == len(hit)
+        for key, about in zip(sorted(hit), sorted(said), strict=True):
+            assert about.startswith(f"{key} was passed over, the manifests were read instead")
+
+
 def test_an_older_pointer_takes_no_trial_back() -> None:
     store = MemoryStore()
     writers = job(store, 1, 1)

@@ -1,0 +1,82 @@
+"""What a part of a snapshot said, from the manifests of the ranks: for when it cannot be read.
+
+Slow, as every manifest of the ranks concerned is read, but each of them once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+import msgspec
+
+from smdist.coordination.blocks import Blocks
+from smdist.coordination.building import empty, extended
+from smdist.coordination.columns import Columns, fits
+from smdist.coordination.drop_log import Content, Drop, DropBatch
+from smdist.coordination.loading import together
+from smdist.coordination.merge import View, add
+from smdist.coordination.sealed import Chunk
+from smdist.coordination.spans import members
+from smdist.errors import ObjectNotFound
+from smdist.identity import worker_name
+from smdist.manifest import RankManifest
+from smdist.pipeline.attached import settle
+from smdist.storage.base import Store
+
+__all__ = ["Rereading"]
+
+
+class Rereading:
+    """On the event loop that owns the store."""
+
+    def __init__(self, store: Store, concurrency: int = 16) -> None:
+        self._store, self._concurrency = store, concurrency
+        self._view = View()
+        self._read: set[str] = set()
+        self._lock = asyncio.Lock()
+
+    async def columns(self, chunk: Chunk) -> Columns:
+        """Those of a chunk, as far as there are manifests."""
+        wanted = {step: members(row.ranks) for step, row in chunk.rows.items()}
+        await self._load(chunk.attempt, set().union(*wanted.values()))
+        news: dict[int, dict[int, Blocks]] = {}
+        for mode_step, ranks in wanted.items():
+            key = (chunk.ref.mode, mode_step)
+            for rank in ranks:
+                known = self._view.rank(chunk.attempt, rank)
+                blocks = () if known is None else tuple(filter(fits, known.steps.get(key, ())))
+                if blocks:
+                    news.setdefault(mode_step, {})[rank] = blocks
+        return extended(empty(chunk.attempt, chunk.ref.mode), news)
+
+    async def drops(self, batch: DropBatch) -> Content:
+        attempt = int(batch.ref.key.rsplit("-", 2)[1])
+        wanted = [
+            (key, rank)
+            for run in batch.ref.runs
+            for key, _ in run.steps()
+            for rank in members(run.ranks)
+        ]
+        await self._load(attempt, {rank for _, rank in wanted})
+        found: dict[int, set[Drop]] = {}
+        for key, rank in wanted:
+            known = self._view.rank(attempt, rank)
+            if known is not None and key in known.drops:
+                found.setdefault(rank, set()).update(known.drops[key])
+        return {rank: tuple(drops) for rank, drops in found.items()}
+
+    async def _load(self, attempt: int, ranks: Iterable[int]) -> None:
+        prefixes = [f"manifests/{worker_name(rank)}/{attempt:06d}-" for rank in sorted(ranks)]
+        async with self._lock:
+            listed = await together(self._store.list, prefixes, self._concurrency)
+            fresh = [key for keys in listed for key in keys if key not in self._read]
+            await together(self._manifest, fresh, self._concurrency)
+
+    async def _manifest(self, key: str) -> None:
+        try:
+            manifest = msgspec.json.decode(await self._store.get(key), type=RankManifest)
+        except (ObjectNotFound, msgspec.DecodeError):
+            return
+        add(self._view, settle(key, manifest).manifest)
+        self._read.add(key)

@@ -54,6 +54,8 @@ MEASUREMENTS = (
     ),
     Measurement("s3_requests", "s3_requests", (), 40, False, 4),
     Measurement("s3_latency", "s3_latency", ("narrow",), 40, False, 10),
+    Measurement("many_ranks", "many_ranks", ("--json",), 1000),
+    Measurement("visibility", "visibility", ("--json",), 30),
     _of_cost("inside mlp full", quick=True),
     _of_cost("inside transformer full"),
     _of_cost("inside mlp five"),

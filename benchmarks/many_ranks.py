@@ -382,6 +382,7 @@ def main(arguments: Sequence[str]) -> None:
     kinds = ["memory", "directory", "rclone", "moto"]
     parser.add_argument("--store", choices=kinds, default="rclone")
     parser.add_argument("--json", action="store_true", help="rows for another program")
+    parser.add_argument("--rounds", type=int, default=1, help="taken for the sake of `make bench`")
     given = parser.parse_args(arguments)
     before = load()
     rows = measure(Size(given.ranks, given.steps, given.tensors, given.batch), given.store)

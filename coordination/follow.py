@@ -2,8 +2,8 @@
 
 A rank's manifests are numbered without gaps, so the next one is asked for by its key: one small
 request, "not found" most of the time when nothing is new. A rank is asked when its next manifest is
-to be expected, by how often it wrote so far; one that is silent is asked less and less often, one
-that has said its last word never again. Who takes part is in the listing of `sessions/`, now and
+to be expected, by how often it wrote so far; one that is silent is asked less and less often, also
+one that was lost, since its buffer may be recovered; one that has ended never again. Who takes part is in the listing of `sessions/`, now and
 then. `hint` makes a rank due at once.
 
 Runs on one event loop; one `poll` at a time. What is found is handed to `take`, one fact at a
@@ -112,7 +112,7 @@ class Follow:
         track = self.tracks.get(owner)
         if track is None:
             self._discover_at = 0.0
-        elif not track.final and seq >= track.seq:
+        elif not track.ended and seq >= track.seq:
             track.hinted, track.due_at = max(track.hinted, seq), 0.0
 
     @property
@@ -131,7 +131,7 @@ class Follow:
     def next_due(self) -> float:
         """When there is something to ask for, by the clock."""
         due = [self._discover_at, *self._wanted.values()]
-        due += [track.due_at for track in self.tracks.values() if not track.final]
+        due += [track.due_at for track in self.tracks.values() if not track.ended]
         due += [t.beat_due_at for t in self.tracks.values() if t.final and not t.farewell]
         return min(due)
 
@@ -143,7 +143,8 @@ class Follow:
             await self.discover(found)
         now = self.now()
         live = [track for track in self.tracks.values() if not track.final]
-        due = sorted((t for t in live if t.due_at <= now), key=lambda track: track.due_at)
+        asked = (track for track in self.tracks.values() if not track.ended)
+        due = sorted((t for t in asked if t.due_at <= now), key=lambda track: track.due_at)
         await self._each(lambda track: self._read(track, found), due)
         beating = [track for track in self.tracks.values() if self._beat_due(track, now)]
         await self._each(lambda track: self._beat(track, found), beating)
@@ -210,8 +211,19 @@ class Follow:
         await self._each(lambda item: self._session(*item, found), rest)
         young = now - self._changed_at < rhythm.young_s
         # A listing of many is several requests.
-        every_s = rhythm.interval_s if young else rhythm.discover_s
+        every_s = rhythm.interval_s if young else max(rhythm.discover_s, self._silence())
         self._discover_at = now + max(every_s, len(owners) / 2000)
+
+    def _silence(self) -> float:
+        """How long to leave a job alone of which nothing is heard, and which has not ended."""
+        live = [track.alive_at for track in self.tracks.values() if not track.final]
+        return self.rhythm.silence(self.now() - max(live)) if live else 0.0
+
+    async def look_again(self, found: Found) -> None:
+        """For ranks, and for more of those that did not end: once, in a run that is not followed."""
+        await self.discover(found)
+        rest = [track for track in self.tracks.values() if not track.ended]
+        await self._each(lambda track: self._read(track, found), rest)
 
     async def _session(self, owner: Owner, key: str, found: Found) -> None:
         session = await self._bearing(key, Session)
@@ -263,7 +275,7 @@ class Follow:
             track.after_failure(self.now(), self.rhythm)
             return
         self.troubles.pop(track.key(0), None)
-        if track.final:
+        if track.final and track.seq > first:
             self._changed_at = self.now()  # a job that restarts does it soon
             self._discover_at, self._looked = 0.0, False
 
@@ -278,7 +290,7 @@ class Follow:
             read = await _together(reads)
         for manifest in read:
             # Behind a gap there may be one that was written while we asked: it is asked for again.
-            if manifest is None or track.final:
+            if manifest is None or track.ended:
                 break
             self._took(track, manifest, found)
         now = self.now()
@@ -324,13 +336,15 @@ class Follow:
 
     async def _beat(self, track: Track, found: Found) -> None:
         key = heartbeat_key(track.worker, track.attempt)
-        track.beat_due_at = self.now() + self.rhythm.beat_s
+        now, rhythm = self.now(), self.rhythm
+        track.beat_due_at = now + max(rhythm.beat_s, rhythm.silence(now - track.alive_at))
         beat = await self._bearing(key, Heartbeat)
         track.farewell = track.final and key not in self.troubles
         if beat is None or (beat.attempt, beat.rank) != (track.attempt, track.rank):
             return  # a young rank has none yet
         if beat.time > track.beaten_at:
             track.beaten_at, track.seen_at = beat.time, max(beat.time, track.seen_at)
+            track.alive_at = self.now()
             found.beats += 1
             self.take(beat)
 

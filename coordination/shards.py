@@ -14,6 +14,10 @@ A shard does nothing of its own accord and keeps nothing that matters. One call:
 Asked again under the same number, it tells the same again: the answer was lost. A shard that does
 not know the root (`life`), because one of them was restarted, answers that it is to be told first
 how far each rank was read: `Asked.tracks`. Both are MessagePack; how they travel is not seen here.
+
+A call may be executed again, and late, even by a shard that was restarted since; the answer goes
+nowhere. So a number that was passed changes nothing, and what a shard has begun has a name
+(`share`), which the root repeats: facts that another beginning has told were told to nobody.
 """
 
 from __future__ import annotations
@@ -52,6 +56,7 @@ class Bearing(msgspec.Struct, frozen=True, array_like=True):
     written_at: float
     beaten_at: float
     seen_at: float
+    lost: bool = False
 
 
 class Asked(msgspec.Struct, frozen=True, array_like=True):
@@ -62,6 +67,7 @@ class Asked(msgspec.Struct, frozen=True, array_like=True):
     wanted: tuple[str, ...] = ()  # layouts
     rhythm: tuple[float, ...] = ()
     tracks: Optional[tuple[Bearing, ...]] = None  # noqa: UP045 (3.10)
+    share: str = ""  # as it was told the last time
 
 
 class Told(msgspec.Struct, frozen=True, array_like=True):
@@ -77,6 +83,7 @@ class Told(msgspec.Struct, frozen=True, array_like=True):
     settled: bool = False
     failing: bool = False
     next_due: float = 0.0
+    share: str = ""
 
 
 _ASKED = msgspec.msgpack.Decoder(Asked)
@@ -92,6 +99,7 @@ class _Share:
 
     life: str
     follow: Follow
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
     facts: list[Fact] = field(default_factory=list)
     known: set[str] = field(default_factory=set)  # layouts that were told
     number: int = -1
@@ -111,14 +119,18 @@ class Shard:
     async def poll(self, data: bytes) -> bytes:
         asked = _ASKED.decode(data)
         async with self._locks.setdefault(asked.run, asyncio.Lock()):
-            if asked.tracks is not None:
-                self._shares[asked.run] = self._begin(asked, asked.tracks)
             share = self._shares.get(asked.run)
-            if share is None or share.life != asked.life:
+            if share is not None and share.life == asked.life and asked.number <= share.number:
+                if asked.number == share.number:
+                    return share.answer
+                return msgspec.msgpack.encode(Told(asked.number, share=share.name))
+            if asked.tracks is not None:
+                share = self._begin(asked, asked.tracks)
+            elif share is None or (share.life, share.name) != (asked.life, asked.share):
                 return msgspec.msgpack.encode(Told(asked.number, stranger=True))
-            if share.number != asked.number:
-                share.answer = await self._look(share, asked)
-                share.number = asked.number
+            share.answer = await self._look(share, asked)
+            share.number = asked.number
+            self._shares[asked.run] = share
             return share.answer
 
     def _begin(self, asked: Asked, tracks: Iterable[Bearing]) -> _Share:
@@ -136,8 +148,9 @@ class Shard:
                 heard_at=now,
                 beaten_at=at.beaten_at,
                 seen_at=at.seen_at,
+                lost=at.lost,
             )
-        return _Share(asked.life, follow, facts)
+        return _Share(asked.life, follow, facts=facts)
 
     async def _look(self, share: _Share, asked: Asked) -> bytes:
         follow, facts = share.follow, share.facts
@@ -157,6 +170,7 @@ class Shard:
             follow.settled,
             follow.failing,
             follow.next_due(),
+            share.name,
         )
         answer = msgspec.msgpack.encode(told)
         share.known.update(layouts)
@@ -181,7 +195,7 @@ class _Seat:
 class ShardedFollow(Follow):
     """A Follow whose `poll` has others ask. Its own tracks mirror theirs, for who is restarted.
 
-    `discover` is still its own: it is used for a run that has ended, which is not followed.
+    `look_again` is still its own: it is used for a run that has ended, which is not followed.
     """
 
     def __init__(
@@ -239,7 +253,9 @@ class ShardedFollow(Follow):
         hints = tuple(seat.hints)
         # Of the layouts that a snapshot names and nobody has read, the first seat takes care.
         wanted = tuple(self._wanted) if seat is self._seats[0] else ()
-        asked = Asked(self._asking, self._life, seat.number + 1, hints, wanted)
+        asked = Asked(
+            self._asking, self._life, seat.number + 1, hints, wanted, share=seat.told.share
+        )
         try:
             told = await self._call(seat, asked)
             if told.stranger:
@@ -272,6 +288,7 @@ class ShardedFollow(Follow):
                 track.written_at,
                 track.beaten_at,
                 track.seen_at,
+                track.lost,
             )
             for track in self.tracks.values()
             if track.rank % len(self._seats) == index
@@ -292,7 +309,8 @@ class ShardedFollow(Follow):
             track = self.tracks.setdefault(
                 (beat.attempt, beat.rank), Track(beat.attempt, beat.rank)
             )
-            track.beaten_at = max(track.beaten_at, beat.time)
+            if beat.time > track.beaten_at:
+                track.beaten_at, track.alive_at = beat.time, now
             track.seen_at = max(track.seen_at, beat.time)
         fresh = {key: one for key, one in told.layouts.items() if key not in self.layouts}
         self.layouts.update(fresh)

@@ -61,7 +61,6 @@ _BREATH_S = 0.05  # between two turns, however many hints come
 _MOST_PAUSE_S = 30.0
 _MOST_TROUBLES = 20
 _MOST_LOOSE = 100_000
-_GIVE_UP = 10.0  # times `lost_after_s`: a run of which nothing was heard for so long has ended
 
 FollowWith = Callable[[Store, Callable[[Fact], None], Callable[[], float], Rhythm], Follow]
 
@@ -133,8 +132,8 @@ class Watcher:
         if pointer is not None and pointer.final:
             await self._load()
             found = Found()
-            await self._follow.discover(found)
-            if not found.sessions and not self._follow.troubles:
+            await self._follow.look_again(found)
+            if not found.facts and not self._follow.troubles and self._all_said():
                 self._final = True
                 self._become("finished", "")
                 return
@@ -241,10 +240,10 @@ class Watcher:
         self._become(state, detail)
 
     async def resumed(self) -> bool:
-        """Whether ranks have started that were not there when the run had finished."""
+        """Whether there is more than when the run had finished: ranks, or what was recovered."""
         found = Found()
-        await self._follow.discover(found)
-        return found.sessions > 0
+        await self._follow.look_again(found)
+        return found.facts > 0
 
     async def close(self) -> None:
         """Hand back the lease. What was folded and not written yet is read again by the next."""
@@ -301,18 +300,19 @@ class Watcher:
         news.set()
 
     def _has_ended(self) -> bool:
-        """Nothing more is to be expected: by the last word of every rank, or after a long silence."""
+        """Every rank has said its last word. One that fell silent may come back, whenever it is."""
         now, view, follow = self._now(), self._view, self._follow
         silence = now - max((track.heard_at for track in follow.tracks.values()), default=now)
-        if not follow.settled and silence <= _GIVE_UP * self._patience.lost_after_s:
-            return False
-        if not finished(view, now, self._patience):
+        if not (follow.settled and self._all_said() and finished(view, now, self._patience)):
             return False
         newest = view.attempts[max(view.attempts)]
         heads = [known.head for known in newest.values()]
         clean = all(head and head.state == "ended" and not head.reason for head in heads)
         # A job that failed may be started again at once, by torchrun for example.
         return (clean and not self._absent()) or silence > self._patience.lost_after_s
+
+    def _all_said(self) -> bool:
+        return all(track.final for track in self._follow.tracks.values())
 
     def _absent(self) -> bool:
         newest = max(self._view.attempts)

@@ -6,9 +6,10 @@ layouts by digest. A rank whose last manifest says "ended" is not asked again. A
 before we came has left a summary: one request instead of its session and all its manifests.
 
 Where a coordinator has merged the run, its newest snapshot is read instead, and that is all while
-the coordinator is at work. Once it has said its last word, only sessions are listed, in case the job
-was started again without it; `thorough` looks for late manifests too. Of a coordinator that has
-gone silent, the rest is read from the ranks.
+the coordinator is at work. Once it has said its last word, sessions are listed, in case the job was
+started again without it, and each rank that did not end is asked for its next manifest, in case its
+buffer was recovered; `thorough` looks closer. Of a coordinator that has gone silent, the rest is read
+from the ranks.
 """
 
 from __future__ import annotations
@@ -140,8 +141,25 @@ class Loader:
         if before is None or newest.view is not before.view:
             self._resume(newest, news)
         if newest.pointer.final and not thorough:
-            return any(key not in self._sessions for key in await self._list_sessions())
+            return await self._is_more()
         return newest.pointer.final or not await self._snapshots.up_to_date(newest, time.time())
+
+    async def _is_more(self) -> bool:
+        """Whether there is something that a snapshot said to be the last one does not know."""
+        if any(key not in self._sessions for key in await self._list_sessions()):
+            return True
+        rest = [owner for owner, progress in self._progress.items() if not progress.ended]
+        return any(await self._each(self._has_next, rest))
+
+    async def _has_next(self, owner: Owner) -> bool:
+        attempt, rank = owner
+        try:
+            await self._store.get(
+                manifest_key(worker_name(rank), attempt, self._progress[owner].next)
+            )
+        except ObjectNotFound:
+            return False
+        return True
 
     def _resume(self, snapshot: Snapshot, news: News) -> None:
         """Take over what the snapshot has read. What we have read beyond it stays read."""

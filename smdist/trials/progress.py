@@ -21,6 +21,11 @@ class Progress:
     def ended(self) -> bool:
         return self.final and not self.beyond
 
+    @property
+    def next(self) -> int:
+        """Behind all that was read."""
+        return max(self.beyond, default=self.upto - 1) + 1
+
     def lacks(self, seq: int) -> bool:
         return seq >= self.upto and seq not in self.beyond
 

@@ -310,14 +310,80 @@ def test_an_attempt_that_begins_as_the_last_one_ends_is_not_overlooked(bench: Be
     assert bench.watcher.latest_complete_step() == 1
 
 
-def test_a_rank_of_which_nothing_is_heard_ends_the_run_after_a_long_time(bench: Bench) -> None:
+def test_a_run_whose_ranks_fell_silent_is_never_final_and_goes_on_when_they_do(
+    bench: Bench,
+) -> None:
     ranks = bench.start(2)
     bench.save(0)
     ranks[0].end()
-    bench.turns(5 * PATIENCE.lost_after_s, 5.0)
+    bench.turns(20 * PATIENCE.lost_after_s, 5.0)
+    assert bench.line(1).status == "lost"
     assert bench.state == "watching", "it may come back"
-    bench.turns(6 * PATIENCE.lost_after_s, 5.0)
+    assert not bench.pointer().final
+    bench.requests.counts.clear()
+    bench.turns(1200, 1.0)
+    counts = bench.requests.counts
+    assert counts["get manifests"] <= 21
+    assert counts["get heartbeats"] <= 21
+    assert counts["list sessions"] <= 21
+    bench.save(1, 1)
+    bench.turns(62)
+    assert bench.watcher.view.attempts[0][1].passed[TRAIN.value] == 1
+    ranks[1].end()
+    bench.turns(62)
     assert bench.state == "finished"
+    assert bench.pointer().final
+
+
+@pytest.mark.parametrize("reopened", [False, True])
+def test_what_is_recovered_of_a_lost_rank_after_the_end_is_merged(
+    bench: Bench, reopened: bool
+) -> None:
+    ended, lost = bench.start(2)
+    bench.save(0)
+    bench.save(1, 0)
+    ended.end()
+    lost.lose()
+    bench.turns(2 * PATIENCE.lost_after_s)
+    assert bench.state == "finished"
+    assert not run(bench.watcher.resumed())
+    bench.save(1, 1)
+    lost.lose()
+    assert reopened or run(bench.watcher.resumed())
+    bench.watcher = bench.another()
+    run(bench.watcher.open())
+    assert bench.state == "watching"
+    bench.turn()
+    assert bench.watcher.missing(1) == {}
+    bench.turns(2 * PATIENCE.lost_after_s)
+    assert bench.state == "finished"
+    loaded = run(load_view(bench.store, bench.pointer()))
+    assert loaded.view.canonical() == from_scratch(bench.store).canonical()
+
+
+def test_what_is_recovered_of_a_lost_rank_while_others_go_on_is_merged(bench: Bench) -> None:
+    lost = bench.start(2)[1]
+    bench.save(0)
+    bench.save(1, 0)
+    lost.lose()
+    bench.turns(100, 1.0, 0)
+    assert bench.watcher.missing(1) == {1: "lost"}
+    bench.save(1, 1)
+    bench.turns(30, 1.0, 0)
+    assert bench.watcher.missing(1) == {}
+
+
+def test_a_last_snapshot_that_does_not_have_the_last_word_of_all_is_not_the_last(
+    bench: Bench,
+) -> None:
+    bench.start(1)
+    bench.save(0)
+    bench.turn()
+    said = msgspec.structs.replace(bench.pointer(), final=True)
+    run(bench.store.put(POINTER_KEY, [msgspec.json.encode(said)]))
+    bench.watcher = bench.another()
+    run(bench.watcher.open())
+    assert bench.state == "watching"
 
 
 # -- waiting ---------------------------------------------------------------------------------------

@@ -59,8 +59,8 @@ def test_near_ranges_share_a_request_and_far_ones_do_not() -> None:
 class CountingStore:
     """A real store that keeps count of what is asked of it."""
 
-    def __init__(self) -> None:
-        self._store = MemoryStore()
+    def __init__(self, store: MemoryStore | None = None) -> None:
+        self._store = store if store is not None else MemoryStore()
         self.gets: list[str] = []
         self.lists: list[tuple[str, str]] = []
 

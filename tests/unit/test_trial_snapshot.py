@@ -20,7 +20,7 @@ from smdist.coordination import layout_packs, sealed, snapshot
 from smdist.coordination.commit import Lease, Standing
 from smdist.coordination.snapshot import POINTER_KEY, Pointer
 from smdist.identity import ModeKeys
-from smdist.manifest import RUN_KEY, Run
+from smdist.manifest import RUN_KEY, RankState, Run
 from smdist.storage import MemoryStore, sync
 from smdist.storage.base import Store
 from smdist.trials import Trial
@@ -374,17 +374,26 @@ def test_a_job_that_goes_on_without_its_coordinator_is_seen() -> None:
     assert [a.number for a in trial.attempts()] == [0, 1]
 
 
-def test_what_a_recovered_rank_commits_after_the_last_snapshot_is_seen_by_a_refresh() -> None:
+@pytest.mark.parametrize("word", ["lost", "active"])
+def test_what_a_rank_that_did_not_end_commits_after_the_last_snapshot_is_seen(
+    word: RankState,
+) -> None:
     store = MemoryStore()
     first, lost = job(store, 2, 1)
     first.step(TRAIN, 1, X).end()
-    lost.lose()
+    lost.flush(word, "SIGKILL")
     SnapshotWriter(store).write(final=True)
+    early = open_trial(store)
+    assert early.steps() == [0]
     lost.step(TRAIN, 1, X).flush("lost", "SIGKILL")
-    trial = open_trial(store)
-    assert trial.missing(1) == {1: "lost"}
-    trial.refresh()
-    assert trial.missing(1) == {}
+    early.refresh()
+    counted = CountingStore(store)
+    trial, bare = open_trial(counted), open_trial(without_snapshots(store))
+    assert counted.kinds()["manifests"] == 2, "whether there is one, and the one"
+    for each in (early, trial, bare):
+        each.catalogue = replace(each.catalogue, now=bare.catalogue.now)
+    assert bare.steps() == [0, 1]
+    assert answers(trial) == answers(bare) == answers(early)
 
 
 @pytest.mark.parametrize("part", ["merged/current.json", "merged/heads/"])

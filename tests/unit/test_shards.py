@@ -7,24 +7,30 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from smdist.coordination.follow import Follow, Rhythm
-from smdist.coordination.merge import Fact
-from smdist.coordination.shards import Shard, ShardedFollow
+from smdist.coordination.merge import Fact, View, add
+from smdist.coordination.shards import Asked, Shard, ShardedFollow
+from smdist.coordination.spans import members
 from smdist.coordination.watcher import Watcher
+from smdist.identity import ModeKeys
+from smdist.manifest import RankManifest
 from smdist.storage import MemoryStore
 from smdist.storage.base import Store
 from tests.faults.coordinator_driver import Schedule, from_scratch
+from tests.run_builder import RunBuilder
 
 
 class Shards:
-    """In this process: each may be restarted, or die with its answer."""
+    """In this process: each may be restarted, die with its answer, or be called again, and late."""
 
     def __init__(self, store: Store, count: int, schedule: Schedule, trouble: float) -> None:
         self.store, self.schedule, self.trouble = store, schedule, trouble
         self.random = random.Random(count)
         self.deeds: Counter[str] = Counter()
+        self.calls: dict[int, list[bytes]] = {}
         self.shards = [self._make(index, count) for index in range(count)]
 
     def _make(self, index: int, of: int) -> Shard:
@@ -35,6 +41,11 @@ class Shards:
         if draw.random() < self.trouble:
             self.shards[index] = self._make(index, len(self.shards))
             self.deeds["restarted"] += 1
+        calls = self.calls.setdefault(index, [])
+        if calls and draw.random() < self.trouble:
+            await self.shards[index].poll(draw.choice(calls[-4:]))  # the answer goes nowhere
+            self.deeds["repeated"] += 1
+        calls.append(data)
         answer = await self.shards[index].poll(data)
         if draw.random() < self.trouble:
             self.deeds["answer lost"] += 1
@@ -103,7 +114,8 @@ def test_the_view_is_the_one_from_scratch(count: int, trouble: float) -> None:
         assert watcher.view.canonical() == from_scratch(schedule.store).canonical(), seed
         done += shards.deeds
     if trouble:
-        assert min(done["restarted"], done["answer lost"], done["root restarted"]) > 3, done
+        kinds = ("restarted", "answer lost", "root restarted", "repeated")
+        assert min(done[kind] for kind in kinds) > 3, done
 
 
 def test_each_rank_has_one_shard() -> None:
@@ -139,6 +151,61 @@ def test_each_rank_has_one_shard() -> None:
     for index, keys in asked.items():
         ranks = {key.split("/")[1] for key in keys if key.startswith("manifests/")}
         assert ranks == {f"worker_{rank}" for rank in range(5) if rank % 2 == index}
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_call_that_is_executed_once_more_swallows_nothing(restarted: bool) -> None:
+    store, clock = MemoryStore("run"), [1000.0]
+    writer = RunBuilder(store).rank(0, world=1)
+    writer.step(ModeKeys.TRAIN, 0, {}).flush()
+    shards, sent, view = [Shard(0, 1, store, lambda: clock[0])], list[bytes](), View()
+
+    async def call(data: bytes) -> bytes:
+        sent.append(data)
+        return await shards[0].poll(data)
+
+    def take(fact: Fact) -> None:
+        add(view, fact)
+
+    follow = ShardedFollow(store, take, lambda: clock[0], Rhythm(), run="", calls=[call])
+    asyncio.run(follow.poll())
+    assert msgspec.msgpack.decode(sent[-1], type=Asked).tracks == ()
+    writer.step(ModeKeys.TRAIN, 1, {}).flush()
+    clock[0] += 40.0
+    if restarted:
+        shards[0] = Shard(0, 1, store, lambda: clock[0])
+    asyncio.run(shards[0].poll(sent[-1]))
+    clock[0] += 40.0
+    asyncio.run(follow.poll())
+    known = view.rank(0, 0)
+    assert known is not None
+    assert known.seen == ((0, 2),)
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+@pytest.mark.parametrize("there", [True, False])
+def test_what_a_snapshot_lacks_of_a_rank_is_asked_for_again(lacking: int, there: bool) -> None:
+    store, view = MemoryStore("run"), View()
+    writer = RunBuilder(store).rank(0, world=1)
+    for step in range(3):
+        writer.step(ModeKeys.TRAIN, step, {}).flush()
+    writer.end()
+    keys = sorted(key for key in store.objects if key.startswith("manifests/"))
+    for key in keys[:lacking] + keys[lacking + 1 :]:
+        add(view, msgspec.json.decode(store.objects[key], type=RankManifest))
+    if not there:
+        del store.objects[keys[lacking]]
+
+    def take(fact: Fact) -> None:
+        add(view, fact)
+
+    follow = Follow(store, take, lambda: 1000.0)
+    follow.adopt(view, {}, ())
+    asyncio.run(follow.poll())
+    known = view.rank(0, 0)
+    assert known is not None
+    assert (lacking in members(known.seen)) == there
+    assert follow.tracks[0, 0].final
 
 
 def test_a_shard_that_is_gone_holds_up_nobody() -> None:

@@ -56,6 +56,7 @@ class Bearing(msgspec.Struct, frozen=True, array_like=True):
     written_at: float
     beaten_at: float
     seen_at: float
+    lost: bool = False
 
 
 class Asked(msgspec.Struct, frozen=True, array_like=True):
@@ -147,6 +148,7 @@ class Shard:
                 heard_at=now,
                 beaten_at=at.beaten_at,
                 seen_at=at.seen_at,
+                lost=at.lost,
             )
         return _Share(asked.life, follow, facts=facts)
 
@@ -193,7 +195,7 @@ class _Seat:
 class ShardedFollow(Follow):
     """A Follow whose `poll` has others ask. Its own tracks mirror theirs, for who is restarted.
 
-    `discover` is still its own: it is used for a run that has ended, which is not followed.
+    `look_again` is still its own: it is used for a run that has ended, which is not followed.
     """
 
     def __init__(
@@ -286,6 +288,7 @@ class ShardedFollow(Follow):
                 track.written_at,
                 track.beaten_at,
                 track.seen_at,
+                track.lost,
             )
             for track in self.tracks.values()
             if track.rank % len(self._seats) == index
@@ -306,7 +309,8 @@ class ShardedFollow(Follow):
             track = self.tracks.setdefault(
                 (beat.attempt, beat.rank), Track(beat.attempt, beat.rank)
             )
-            track.beaten_at = max(track.beaten_at, beat.time)
+            if beat.time > track.beaten_at:
+                track.beaten_at, track.alive_at = beat.time, now
             track.seen_at = max(track.seen_at, beat.time)
         fresh = {key: one for key, one in told.layouts.items() if key not in self.layouts}
         self.layouts.update(fresh)

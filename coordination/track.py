@@ -24,11 +24,16 @@ class Rhythm:
 
     interval_s: float = 1.0  # a rank that writes, at the most
     expect_s: float = 10.0  # a rank that writes, at the least, however seldom it does
-    most_s: float = 30.0  # a silent rank, at the least
+    most_s: float = 30.0  # a rank that writes nothing, at the least
     beat_s: float = 15.0  # the heartbeat of a rank that wrote nothing for that long
     discover_s: float = 5.0  # the listing of sessions, once the job runs
     seek_s: float = 60.0  # the manifests of a rank that seems to have a gap
     young_s: float = 60.0  # how long after a change of ranks more are expected
+    silent_s: float = 60.0  # a rank of which there is no sign at all, at the least
+
+    def silence(self, since_s: float) -> float:
+        """How long to wait before asking again one that gave no sign `since_s` ago."""
+        return min(since_s / 8, self.silent_s)
 
 
 @dataclass
@@ -41,7 +46,7 @@ class Track:
     final: bool = False
     written_at: float = 0.0  # the newest one, by its writer's clock
     gaps: tuple[float, ...] = ()  # between the last few
-    heard_at: float = 0.0  # by our clock
+    heard_at: float = 0.0  # the newest one, by our clock
     beaten_at: float = 0.0  # the newest heartbeat, by its writer's clock
     seen_at: float = 0.0  # newest sign of life, by its writer's clock
     due_at: float = 0.0
@@ -53,6 +58,15 @@ class Track:
     hinted: int = -1  # a manifest that is said to be there
     torn: bool = False  # the next one is there and makes no sense
     farewell: bool = False  # it is final, and its last heartbeat was read
+    lost: bool = False  # it is final, by the word of its uploader: a recovery may add to it
+    alive_at: float = 0.0  # newest sign of life, by our clock
+
+    def __post_init__(self) -> None:
+        self.alive_at = max(self.alive_at, self.heard_at)
+
+    @property
+    def ended(self) -> bool:
+        return self.final and not self.lost
 
     @property
     def worker(self) -> str:
@@ -65,9 +79,10 @@ class Track:
         self.seq = manifest.seq + 1
         if self.written_at:
             self.gaps = (*self.gaps[-2:], max(0.0, manifest.time - self.written_at))
-        self.written_at, self.heard_at = manifest.time, now
+        self.written_at, self.heard_at, self.alive_at = manifest.time, now, now
         self.seen_at = max(self.seen_at, manifest.time)
-        self.final = manifest.state != "active"
+        self.final, self.lost = manifest.state != "active", manifest.state == "lost"
+        self.farewell = False
         self.torn, self.failures, self.seek_s = False, 0, 0.0
 
     def expected_at(self, now: float, most_s: float) -> float:
@@ -85,7 +100,8 @@ class Track:
     def after_miss(self, now: float, rhythm: Rhythm) -> None:
         gap_s = min(self.gaps, default=0.0)
         silence = now - self.heard_at
-        wait_s, most_s = max(silence, gap_s) / 8, rhythm.most_s
+        wait_s = max(silence, gap_s) / 8
+        most_s = max(rhythm.most_s, rhythm.silence(now - self.alive_at))
         if now < self.written_at + gap_s:  # it was asked before its time, in case it writes faster
             wait_s, most_s = self.written_at + gap_s - now, max(rhythm.expect_s, silence)
         self.window = 1
@@ -102,7 +118,7 @@ def track_of(attempt: int, rank: int, known: RankView, now: float) -> Track:
     track.seq = known.seen[0][1] if known.seen and known.seen[0][0] == 0 else 0
     if known.head is not None:
         track.written_at = track.seen_at = known.head.time
-        track.final = known.head.state != "active"
+        track.final, track.lost = known.head.state != "active", known.head.state == "lost"
     if known.heartbeat is not None:
         track.beaten_at = known.heartbeat.time
         track.seen_at = max(track.seen_at, track.beaten_at)

@@ -226,12 +226,13 @@ class Outlet(Generic[T]):
             read_memory(), identity.local_world_size, identity.world_size, os.cpu_count() or 1
         )
         place = self._choose_place(identity, buffer_bytes)
-        # Before anybody can see this rank in the run: one that has no place to buffer in saves
-        # nothing, ever, and others would wait for it.
-        self._rehearse(identity, place)
-        enrolment = self._enrol(identity)
-        self.session = enrolment.session
-        spool = Spool.create(self._spool_info(enrolment, place), place.root)
+        # First, before anybody can see this rank in the run: one that has no place to buffer in
+        # saves nothing, ever, and others would wait for it.
+        with Spool.rehearsed(self._spool_info(_nobody(identity), place), place.root) as rehearsal:
+            JournalWriter(rehearsal).close()
+            enrolment = self._enrol(identity)
+            self.session = enrolment.session
+            spool = Spool.create(self._spool_info(enrolment, place), place.root)
         self._spool = spool.path
         limits = CaptureLimits(
             buffer_bytes=buffer_bytes,
@@ -265,26 +266,6 @@ class Outlet(Generic[T]):
             if self._place.message:
                 self._say(self._place.message)
         return self._place
-
-    def _rehearse(self, identity: Identity, place: Placement) -> None:
-        """Make a spool and remove it again; SpoolUnavailable if that cannot be done."""
-        me = Session(
-            session=uuid.uuid4().hex,
-            rank=identity.rank,
-            world_size=identity.world_size,
-            attempt=0,
-            include_workers="one",
-            started=0.0,
-            host="",
-            pid=os.getpid(),
-            launch="",
-        )
-        nothing = Enrolment(Run(run_id="rehearsal", created=0.0, framework=""), me)
-        spool = Spool.create(self._spool_info(nothing, place), place.root)
-        try:
-            JournalWriter(spool).close()
-        finally:
-            spool.remove()
 
     def _spool_info(self, enrolment: Enrolment, place: Placement) -> SpoolInfo:
         out_dir = self._config.out_dir
@@ -363,3 +344,19 @@ class Outlet(Generic[T]):
         """In a forked child: the session is the parent's. Nothing of it is touched."""
         self._parents = (self._capture, self._supervisor)  # kept: their end would be felt there
         self._state, self._sink, self._capture, self._supervisor = "closed", None, None, None
+
+
+def _nobody(identity: Identity) -> Enrolment:
+    """For a spool that is only tried."""
+    session = Session(
+        session=uuid.uuid4().hex,
+        rank=identity.rank,
+        world_size=identity.world_size,
+        attempt=0,
+        include_workers="one",
+        started=0.0,
+        host="",
+        pid=os.getpid(),
+        launch="",
+    )
+    return Enrolment(Run(run_id="rehearsal", created=0.0, framework=""), session)

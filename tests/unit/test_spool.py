@@ -11,6 +11,7 @@ import pytest
 
 from smdist.errors import SpoolUnavailable
 from smdist.manifest import Run, Session
+from smdist.workers.journal import JournalWriter
 from smdist.workers.spool import (
     Doorbell,
     Spool,
@@ -214,3 +215,13 @@ def test_info_survives_newer_fields(spool: Spool) -> None:
     (spool.path / "spool.json").write_bytes(msgspec.json.encode(fields))
     assert Spool.open(spool.path).info == spool.info
     assert spool_name(spool.info) == spool.path.name
+
+
+def test_a_rehearsal_is_no_spool_and_leaves_nothing(tmp_path: Path) -> None:
+    info = make_info()
+    with Spool.rehearsed(info, tmp_path) as rehearsal:
+        JournalWriter(rehearsal).close()
+        assert not list(private_root(tmp_path).glob("*/spool.json"))
+        with pytest.raises(SpoolUnavailable, match="is not a spool"):
+            Spool.open(rehearsal.path)
+    assert not list(tmp_path.iterdir())

@@ -211,10 +211,11 @@ class Follow:
         await self._each(lambda item: self._session(*item, found), rest)
         young = now - self._changed_at < rhythm.young_s
         # A listing of many is several requests.
-        every_s = rhythm.interval_s if young else max(rhythm.discover_s, self._silence())
+        every_s = rhythm.interval_s if young else max(rhythm.discover_s, self.quiet_s)
         self._discover_at = now + max(every_s, len(owners) / 2000)
 
-    def _silence(self) -> float:
+    @property
+    def quiet_s(self) -> float:
         """How long to leave a job alone of which nothing is heard, and which has not ended."""
         live = [track.alive_at for track in self.tracks.values() if not track.final]
         return self.rhythm.silence(self.now() - max(live)) if live else 0.0

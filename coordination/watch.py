@@ -179,6 +179,8 @@ class Watch:
                 await entry.watcher.open()
                 await entry.watcher.run(stop)
                 pause_s = max(_AGAIN_S, len(self._entries) / 2)
+                if entry.watcher.state == "waiting":  # it was removed, or replaced
+                    pause_s = self._interval_s
             except Superseded:
                 return
             except AlreadyCoordinated as error:

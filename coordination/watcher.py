@@ -99,9 +99,22 @@ class Watcher:
         beat_s = patience.lost_after_s / 4
         self._cadence = Cadence(interval_s, lease_s, beat_s)
         self._tenure = Tenure(self._store, owner=writer, now=now, cadence=self._cadence)
-        self._sweeper = Sweeper(self._store, now, keep_s)
-        rhythm = Rhythm(interval_s, beat_s=beat_s, discover_s=5 * interval_s)
-        self._follow = follow(self._store, self._take, now, rhythm)
+        self._keep_s, self._follow_with = keep_s, follow
+        self._rhythm = Rhythm(interval_s, beat_s=beat_s, discover_s=5 * interval_s)
+        self._run: Run | None = None
+        self._run_due_at = 0.0
+        self._replaced = ""
+        self._state: RunState = "waiting"
+        self._detail = self._trouble = ""
+        self._failures = 0
+        self._forget()
+        self._turning = asyncio.Lock()
+        self._wake, self._news = asyncio.Event(), asyncio.Event()
+
+    def _forget(self) -> None:
+        """Nothing is known of the run."""
+        self._sweeper = Sweeper(self._store, self._now, self._keep_s)
+        self._follow = self._follow_with(self._store, self._take, self._now, self._rhythm)
         self._view, self._book = View(), StepBook()
         self._touched: dict[int, set[StepKey]] = {}
         self._facts = self._beats = 0  # since the last snapshot
@@ -109,13 +122,7 @@ class Watcher:
         self._packed: Packed | None = None
         self._written_at: float | None = None
         self._final = False
-        self._run: Run | None = None
         self._manifests = 0
-        self._state: RunState = "waiting"
-        self._detail = self._trouble = ""
-        self._failures = 0
-        self._turning = asyncio.Lock()
-        self._wake, self._news = asyncio.Event(), asyncio.Event()
 
     # -- the life of a watcher -------------------------------------------------------------------
 
@@ -126,11 +133,11 @@ class Watcher:
         nothing is claimed or written then. StoreError: the store cannot be read at all.
         """
         self._run = await self._read_run()
+        self._run_due_at = self._now() + self._rhythm.discover_s
         if self._state == "waiting":
             self._state = "opening"
         pointer = await self._tenure.look()
-        if pointer is not None and pointer.final:
-            await self._load()
+        if pointer is not None and pointer.final and await self._load():
             found = Found()
             await self._follow.look_again(found)
             if not found.facts and not self._follow.troubles and self._all_said():
@@ -162,27 +169,56 @@ class Watcher:
             )
         return run
 
-    async def _load(self) -> None:
+    async def _is_same(self) -> bool:
+        """Whether the run is still there; if another one, or none, took its place, forget it.
+
+        Its snapshots meanwhile bear its id, so that nobody takes them for those of the new one.
+        """
+        assert self._run is not None
+        self._run_due_at = self._now() + max(self._rhythm.discover_s, self._follow.quiet_s)
+        try:
+            now_there = (await self._read_run()).run_id
+        except NoSuchRun:
+            now_there = ""
+        except (SmdistError, OSError):
+            return True  # whatever ails the store, or the object: nothing is known to have changed
+        if now_there == self._run.run_id:
+            return True
+        what = f"run {now_there} took its place" if now_there else "its run.json is gone"
+        self._replaced = f"run {self._run.run_id} was removed while it was watched: {what}"
+        self._forget()
+        self._trouble = ""
+        self._become("waiting", self._replaced)
+        return False
+
+    async def _load(self) -> bool:
         """Begin with the newest snapshot; with nothing if it cannot be read, as facts remain."""
         pointer = self._tenure.pointer
         if pointer is None:
-            return
+            return False
         try:
             loaded = await load_view(self._store, pointer)
         except (SmdistError, OSError, ValueError) as error:
             self._trouble = f"snapshot {pointer.number} cannot be read, all is read anew: {error}"
-            return
+            return False
+        if loaded.head.run_id != self.run_id:
+            self._trouble = f"snapshot {pointer.number} is of run {loaded.head.run_id}, another one"
+            return False
         self._view, self._book = loaded.view, StepBook()
         self._book.load(self._view)
         self._follow.adopt(self._view, loaded.layouts, self._book.layouts())
+        return True
 
     async def turn(self) -> bool:
         """One look: read what is new, fold it, write a snapshot if one is due; whether one was.
 
-        Never raises for what a store does. Superseded: this watcher writes no more.
+        Never raises for what a store does. Superseded: this watcher writes no more. State "waiting"
+        afterwards: the run was removed; `open` begins with the one that is there, once there is.
         """
         async with self._turning:
             if self._state != "watching":
+                return False
+            if self._now() >= self._run_due_at and not await self._is_same():
                 return False
             try:
                 await self._poll()
@@ -240,7 +276,12 @@ class Watcher:
         self._become(state, detail)
 
     async def resumed(self) -> bool:
-        """Whether there is more than when the run had finished: ranks, or what was recovered."""
+        """Whether there is more than when the run had finished: ranks, or what was recovered.
+
+        Also when there is another run in its place: its state is "waiting" then.
+        """
+        if not await self._is_same():
+            return True
         found = Found()
         await self._follow.look_again(found)
         return found.facts > 0
@@ -415,7 +456,7 @@ class Watcher:
 
     def status(self) -> RunStatus:
         reports, pointer, book = self._reports(), self._tenure.pointer, self._book
-        troubles = [self._trouble] if self._trouble else []
+        troubles = [text for text in (self._replaced, self._trouble) if text]
         troubles += list(self._follow.troubles.values())[:_MOST_TROUBLES]
         return RunStatus(
             url=self.url,

@@ -42,7 +42,7 @@ def carry_out(schedule: Schedule) -> None:
         for writer in [*schedule.ranks]:
             writer.now = schedule.clock
             writer.flush("lost" if state == "lost" else "ended")
-        for _ in range(draw.choice((0, 8, 8))):
+        for _ in range(draw.choice((0, 8, 20))):
             schedule.look(source)
         first = max(0, min(schedule.next_step.values()) - draw.randint(0, 2))
     for _ in range(MOST_TURNS):

@@ -386,6 +386,93 @@ def test_a_last_snapshot_that_does_not_have_the_last_word_of_all_is_not_the_last
     assert bench.state == "watching"
 
 
+# -- a place that is used again --------------------------------------------------------------------
+
+
+def begin_anew(bench: Bench, *, merged: bool) -> None:
+    """Another job in the same place; `merged`: what was merged of the first one is still there."""
+    for key in [*bench.store.objects]:
+        if not (merged and key.startswith("merged/")):
+            del bench.store.objects[key]
+    bench.job = RunBuilder(bench.store, now=bench.time)
+    anew = Run("another", bench.time, "pytorch")
+    run(bench.store.put(RUN_KEY, [msgspec.json.encode(anew)]))
+
+
+def is_right(bench: Bench) -> None:
+    loaded = run(load_view(bench.store, bench.pointer()))
+    assert loaded.head.run_id == bench.watcher.run_id == "another"
+    right = from_scratch(bench.store).canonical()
+    assert loaded.view.canonical() == bench.watcher.view.canonical() == right
+
+
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_run_that_takes_the_place_of_a_watched_one_is_begun_afresh(
+    bench: Bench, merged: bool, ended: bool
+) -> None:
+    bench.start(2)
+    for step in range(4):
+        bench.save(step)
+        bench.turn()
+    if ended:
+        for rank in bench.ranks:
+            rank.end()
+        bench.turns(5)
+        assert bench.state == "finished"
+    before = bench.pointer()
+    begin_anew(bench, merged=merged)
+    bench.start(1)
+    bench.save(0)
+    bench.save(1)
+    bench.turns(6)
+    if ended:
+        assert run(bench.watcher.resumed())
+    assert bench.state == "waiting"
+    assert bench.watcher.latest_complete_step() == -1
+    run(bench.watcher.open())
+    bench.turn()
+    assert bench.state == "watching"
+    assert bench.watcher.latest_complete_step() == 1
+    assert any("run another took its place" in text for text in bench.watcher.status().troubles)
+    after = bench.pointer()
+    assert (after.epoch, after.number) > (before.epoch, before.number)
+    is_right(bench)
+
+
+@pytest.mark.parametrize("final", [False, True])
+def test_a_snapshot_of_another_run_is_not_gone_on_from(bench: Bench, final: bool) -> None:
+    for rank in bench.start(2):
+        rank.step(TRAIN, 0, TENSORS).flush("ended" if final else "active")
+    bench.turns(5)
+    assert bench.pointer().final == final
+    begin_anew(bench, merged=True)
+    bench.watcher = bench.another()
+    run(bench.watcher.open())
+    assert bench.state == "watching"
+    bench.start(1)
+    bench.save(3)
+    bench.turn()
+    assert bench.watcher.latest_complete_step() == 3
+    is_right(bench)
+
+
+def test_nothing_is_written_where_a_run_was_removed(bench: Bench) -> None:
+    bench.start(1)
+    bench.save(0)
+    bench.turn()
+    bench.store.objects.clear()
+    bench.turns(6)
+    assert bench.state == "waiting"
+    assert any("run.json is gone" in text for text in bench.watcher.status().troubles)
+    bench.store.objects.clear()
+    bench.turns(60)
+    with pytest.raises(NoSuchRun):
+        run(bench.watcher.open())
+    run(bench.watcher.close())
+    assert not bench.store.objects
+
+
 # -- waiting ---------------------------------------------------------------------------------------
 
 

@@ -63,7 +63,11 @@ class CoordinatorClient:
         return msgspec.json.decode(data, type=StepReport)
 
     def stop(self, timeout_s: float = _CALL_S) -> None:
-        """Let it write the last snapshot and hand back its lease, then end its process."""
+        """Let it hand back its lease, so that the next one need not wait, then end its process.
+
+        What came since its last snapshot is not written: whoever reads the run finds that with
+        the ranks, and the next coordinator goes on from there. TimeoutError: its process was not ended.
+        """
         self._call("stop", timeout_s=timeout_s)
         self.kill()
 

@@ -33,6 +33,7 @@ from smdist.coordination.watcher import FollowWith
 from smdist.errors import ConfigurationError, NoSuchRun
 from smdist.identity import ModeKeys
 from smdist.storage.location import is_remote, open_store
+from smdist.storage.s3_settings import parse_s3_url
 
 if TYPE_CHECKING:
     from smdist.coordination.watch import Watcher
@@ -45,6 +46,7 @@ __all__ = [
     "Whereabouts",
     "actor_name",
     "canonical_url",
+    "check_place",
 ]
 
 NAMESPACE = "smdist"
@@ -87,11 +89,23 @@ class Whereabouts(msgspec.Struct, frozen=True):
 
 
 def canonical_url(url: str) -> str:
-    """One spelling for a place; a path becomes absolute, as an actor has another current folder."""
+    """One spelling for a place; a path becomes absolute, as an actor has another current folder.
+
+    ConfigurationError when it is none.
+    """
     if not is_remote(url):
         return open_store(url).url
+    parse_s3_url(url)
     place, mark, query = url.partition("?")
     return f"{place.rstrip('/')}{mark}{query}"
+
+
+def check_place(url: str) -> str:
+    """Its one spelling; ConfigurationError when no run can be there, as far as is seen from here."""
+    found = canonical_url(url)
+    if not is_remote(found) and os.path.exists(found) and not os.path.isdir(found):
+        raise ConfigurationError(f"{found} is a file: watch a run, or a directory that holds some")
+    return found
 
 
 def actor_name(url: str) -> str:

@@ -35,7 +35,7 @@ from smdist.coordination.coordinator import (
     Settings,
     Whereabouts,
     actor_name,
-    canonical_url,
+    check_place,
 )
 from smdist.errors import ConfigurationError, CoordinationError
 
@@ -130,7 +130,7 @@ def start(
     our code, this connects anew: Ray takes files from a driver only then.
     """
     ray = attachment.ray
-    settings = msgspec.structs.replace(settings, watch=canonical_url(settings.watch))
+    settings = msgspec.structs.replace(settings, watch=check_place(settings.watch))
     there = find(attachment, settings.watch)
     if there is not None:
         where = there.whereabouts()

@@ -224,7 +224,8 @@ class Superseded(CoordinationError):
     def __str__(self) -> str:
         return (
             f"{self.url}: coordinator {self.writer} stopped, as {self.by} has taken over "
-            f"(epoch {self.epoch}); nothing is lost"
+            f"(epoch {self.epoch}); nothing is lost. To have this one write again: "
+            "smdist coordinator stop, then smdist coordinator start --take-over"
         )
 
 

@@ -16,7 +16,13 @@ from rich.text import Text
 
 from smdist.coordination import launcher, local_ray
 from smdist.coordination.client import CoordinatorClient
-from smdist.coordination.coordinator import NAMESPACE, Settings, Whereabouts, canonical_url
+from smdist.coordination.coordinator import (
+    NAMESPACE,
+    Settings,
+    Whereabouts,
+    canonical_url,
+    check_place,
+)
 from smdist.coordination.launcher import Attachment
 from smdist.coordination.status import RunStatus
 from smdist.errors import CoordinationError, SmdistError
@@ -25,14 +31,16 @@ __all__ = ["start", "status", "stop"]
 
 _LOOK_S = 15.0  # how long `start` waits for something to tell about the runs
 _NONE_S = 3.0  # and for a first one
+_MARGIN_S = 15.0  # after a lease has ended, until who stands by has noticed
 _BAD = {"refused", "superseded", "failed"}
 _STYLES = {"active": "green", "lagging": "yellow", "ended": "dim", "lost": "red"}
 
 
 def start(address: str, settings: Settings, wheel: Path | None, follow: bool) -> int:
-    """Exit code: 0 when it watches, 1 when something said no."""
+    """Exit code: 0 when it watches, 1 when something said no; with `follow`, 0 once it is stopped."""
     with _told() as outcome:
-        settings = msgspec.structs.replace(settings, watch=canonical_url(settings.watch))
+        # Before any Ray is started.
+        settings = msgspec.structs.replace(settings, watch=check_place(settings.watch))
         console = _console()
         with launcher.attach(address) as ray:
             client = launcher.start(ray, settings, wheel_path=wheel)
@@ -45,9 +53,12 @@ def start(address: str, settings: Settings, wheel: Path | None, follow: bool) ->
                 console.print(f"trouble: {trouble}; it goes on trying", markup=False)
             elif not runs:
                 console.print("no run there yet; it waits for the first rank", markup=False)
-            outcome.code = int(bool(trouble) or any(one.state in _BAD for one in runs.values()))
             if follow:
                 _follow(console, lambda: launcher.find(ray, settings.watch))
+                return 0
+            if any(one.state == "refused" for one in runs.values()):
+                runs = _stand_by(console, client, settings.lease_s + _MARGIN_S)
+            outcome.code = int(bool(trouble) or any(one.state in _BAD for one in runs.values()))
     return outcome.code
 
 
@@ -71,14 +82,20 @@ def status(address: str, watch: str, run: str, as_json: bool) -> int:
 
 def stop(address: str, watch: str) -> int:
     with _told() as outcome:
-        console = _console()
+        console, local = _console(), address == "local"
+        if local and local_ray.find() is None and local_ray.stop():
+            console.print("stopped the local Ray, which did not answer")
+            return 0
         with launcher.attach(address, start_local=False) as ray:
-            for client in _chosen(ray, watch):
+            found = launcher.coordinators(ray)
+            if found or watch or not local:
+                found = _chosen(ray, watch)
+            for client in found:
                 where = client.whereabouts()
                 client.stop()
                 console.print(f"stopped {where.name}; {where.settings.watch} keeps its snapshots")
             left = launcher.coordinators(ray)
-        if address == "local" and not left and local_ray.stop():
+        if local and not left and local_ray.stop():
             console.print("stopped the local Ray, as nothing else ran on it")
     return outcome.code
 
@@ -98,6 +115,9 @@ def _told() -> Iterator[_Outcome]:
         outcome.code = 1
     except TimeoutError as error:
         print(f"smdist: the coordinator does not answer: {error}", file=sys.stderr)
+        outcome.code = 1
+    except ConnectionError as error:
+        print(f"smdist: Ray does not answer any more: {error}", file=sys.stderr)
         outcome.code = 1
 
 
@@ -140,6 +160,33 @@ def _first_look(client: CoordinatorClient) -> tuple[dict[str, RunStatus], str]:
         if settled or waited_s > _LOOK_S:
             return runs, trouble
         time.sleep(0.1)
+
+
+def _stand_by(console: Console, client: CoordinatorClient, most_s: float) -> dict[str, RunStatus]:
+    """Wait for the lease of another one, which ends by itself if that one died with its Ray."""
+    console.print(
+        f"it stands by, and takes over when the lease of the other one ends; waiting {most_s:.0f} s "
+        "for that (Ctrl-C ends this command, not the coordinator)",
+        markup=False,
+    )
+    deadline, told = time.monotonic() + most_s, set[str]()
+    try:
+        while True:
+            runs = client.runs()
+            for url, one in runs.items():
+                if one.state not in ("refused", "opening", "waiting") and url not in told:
+                    told.add(url)
+                    console.print(_headline(one), markup=False)
+            if len(told) == len(runs):
+                return runs
+            if time.monotonic() > deadline:
+                if any(one.state == "refused" for one in runs.values()):
+                    console.print("the other one lives; this one goes on standing by", markup=False)
+                return runs
+            time.sleep(0.5)
+    except KeyboardInterrupt:
+        console.print("the coordinator goes on", markup=False)
+        return client.runs()
 
 
 def _follow(console: Console, find: Callable[[], CoordinatorClient | None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from smdist.coordination.local_ray import LocalRay
+from smdist.coordination.watcher import Watcher
 from tests.integration.test_ray_coordinator import job, number, save
 from tests.servers.ray_cluster import Cluster, environment, free_port, start_cluster, until
 
@@ -84,6 +86,40 @@ def test_a_local_one_outlives_the_command(home: Path, tmp_path: Path) -> None:
     gone = smdist("status", **mine)
     assert gone.returncode == 1
     assert "no coordinator runs on this machine" in gone.stderr
+
+
+def test_the_lease_of_one_that_died_with_its_ray_is_waited_for(home: Path, tmp_path: Path) -> None:
+    place, mine = tmp_path / "run", {"SMDIST_RAY_DIR": str(home)}
+    (tmp_path / "none").mkdir()
+    well(smdist("start", "--watch", str(tmp_path / "none"), **mine))
+    job(place)
+
+    async def die() -> None:
+        watcher = Watcher(str(place), lease_s=30.0)
+        await watcher.open()
+        await watcher.turn()
+
+    asyncio.run(die())
+    said = well(smdist("start", "--watch", str(place), "--interval", "0.1", **mine))
+    assert "already has a coordinator" in said
+    assert "it stands by" in said
+    assert "watching" in said.splitlines()[-1]
+
+
+def test_a_local_ray_without_a_coordinator_is_stopped_too(home: Path, tmp_path: Path) -> None:
+    mine = {"SMDIST_RAY_DIR": str(home)}
+    code = "from smdist.coordination import local_ray; print(local_ray.start().pid)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(**mine),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
+    )
+    assert "stopped the local Ray" in well(smdist("stop", **mine))
+    assert session(int(done.stdout)) == []
+    assert "no coordinator runs" in smdist("stop", **mine).stderr
 
 
 def record(home: Path) -> LocalRay:

@@ -105,6 +105,24 @@ def test_wrong_numbers_are_refused_before_anything_starts() -> None:
     assert "lost_after_s must be greater than 0" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("s3://b/x", "'b' is no bucket name"),
+        ("s3://", "'' is no bucket name"),
+        ("s3://bucket/x?foo=1", "unknown key 'foo'"),
+        ("gs://bucket/x", "not gs://"),
+        (__file__, "is a file"),
+    ],
+)
+def test_what_is_no_place_is_refused_before_anything_starts(place: str, said: str) -> None:
+    done = without_ray("coordinator", "start", "--watch", place)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("smdist: ")
+    assert said in line
+
+
 # -- the local Ray -------------------------------------------------------------------------------
 
 

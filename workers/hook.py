@@ -63,6 +63,10 @@ class BaseHook(HookParts[T]):
     def _rest(self, next_due: int) -> None:
         """A step began on which nothing is due."""
 
+    def _unfinished(self) -> bool:
+        """Is a step being recorded of which much is missing yet?"""
+        return False
+
     def _forget(self) -> None:
         """The configuration changed."""
 
@@ -230,6 +234,9 @@ class BaseHook(HookParts[T]):
 
     def at_exit(self, reason: str) -> None:
         try:
+            if not reason and self._active and self._unfinished():
+                # sys.exit() in the middle of a step looks like an orderly end from here.
+                reason = f"the process ended within step {self._clock.step}"
             self._end(reason)
         except Exception as error:  # noqa: BLE001 (nobody is left to hear it)
             self._log.warning("closing the hook at exit: %r", error)

@@ -66,10 +66,17 @@ class Gradients:
         self._known = {}
         self._handles: dict[int, RemovableHandle] = {}
         self._queued_for = -1
+        self._came = False  # any of them, in this step
+
+    @property
+    def awaited(self) -> bool:
+        """Does the step want gradients, and has no backward pass brought one?"""
+        return bool(self._wanted) and not self._came
 
     def arm(self, entries: list[NamedParameter], optimizers: Iterable[Any]) -> list[Hashable]:
         """Watch what the step's plan wants; the tokens that will arrive."""
         self._wanted = self._wanted_of(entries)
+        self._came = False
         at_optimizer = [id(optimizer) for optimizer in optimizers] if self._synced else []
         self._watch({} if at_optimizer else self._wanted)
         if not self._wanted:
@@ -133,6 +140,7 @@ class Gradients:
         wanted = self._wanted.get(key)
         if wanted is None or self._recorder.plan is None:
             return
+        self._came = True
         try:
             gradient, part = wanted.parameter.grad, wanted.part
             # As last time, and plain: all that `_save_one` would find out.
@@ -188,6 +196,7 @@ class Gradients:
         """Called before `optimizer` updates, or (None) at the end of a backward pass."""
         if not self._synced or not self._wanted or not self._recorder.recording:
             return
+        self._came = True
         try:
             self._save_many(self._of(optimizer))
             self._arrived((_END, 0 if optimizer is None else id(optimizer)))

@@ -179,6 +179,9 @@ class Hook(BaseHook[Value]):
     def _rest(self, next_due: int) -> None:
         self._recording.rest(next_due)
 
+    def _unfinished(self) -> bool:
+        return self._recording.unfinished
+
     def _forget(self) -> None:
         self._recording.forget()
 

@@ -230,6 +230,11 @@ class Recording:
             self._clock.due = AT_ONCE
         self._primed = True
 
+    @property
+    def unfinished(self) -> bool:
+        """Is a step being recorded whose backward pass has not come?"""
+        return self._recorder.recording and self._gradients.awaited
+
     def _on_end(self, root: _Root, *_: Any) -> None:
         if in_backward():
             return

@@ -504,3 +504,32 @@ def test_what_people_ask_a_hook(tmp_path: Path) -> None:
         assert usage is not None
         assert usage.captured_bytes > 0
         assert hook.mode_steps[smd.modes.GLOBAL] == 1
+
+
+LEAVES = """
+import sys, torch, smdist.pytorch as smd
+net = torch.nn.Linear(2, 2)
+every = smd.SaveConfig(save_interval=1)
+hook = smd.Hook(sys.argv[1], save_config=every, include_collections=["weights", "gradients"])
+hook.register_module(net)
+net(torch.ones(1, 2)).sum().backward()
+loss = net(torch.ones(1, 2)).sum()
+if sys.argv[2] == "within":
+    sys.exit(1)
+loss.backward()
+"""
+
+
+@pytest.mark.parametrize("when", ["within", "after"])
+def test_a_process_that_leaves_within_a_step_says_so(tmp_path: Path, when: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-c", LEAVES, str(tmp_path / "run"), when]
+    subprocess.run(command, env=environment, check=False, timeout=120)
+    trial = read(tmp_path / "run")
+    (report,) = trial.ranks().values()
+    if when == "after":
+        assert (trial.steps(), report.reason) == ([0, 1], "")
+    else:
+        assert trial.steps() == [0]
+        assert report.reason == "the process ended within step 1"
+        assert str(trial.missing(1)[0]) == "ended within the step"

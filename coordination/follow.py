@@ -21,6 +21,7 @@ from typing import TypeVar
 
 import msgspec
 
+from smdist.coordination.membership import Heard
 from smdist.coordination.merge import Fact, View
 from smdist.coordination.track import Rhythm, Track, track_of
 from smdist.errors import ObjectNotFound, SmdistError
@@ -134,6 +135,10 @@ class Follow:
         due += [track.due_at for track in self.tracks.values() if not track.ended]
         due += [t.beat_due_at for t in self.tracks.values() if t.final and not t.farewell]
         return min(due)
+
+    def hearing(self) -> dict[Owner, Heard]:
+        """When each rank was heard of, by our clock."""
+        return {o: Heard(t.met_at, t.heard_at, t.alive_at) for o, t in self.tracks.items()}
 
     # -- asking ----------------------------------------------------------------------------------
 
@@ -333,7 +338,7 @@ class Follow:
     def _beat_due(self, track: Track, now: float) -> bool:
         if now < track.beat_due_at or track.farewell:
             return False
-        return track.final or now - track.seen_at >= self.rhythm.beat_s
+        return track.final or now - track.alive_at >= self.rhythm.beat_s
 
     async def _beat(self, track: Track, found: Found) -> None:
         key = heartbeat_key(track.worker, track.attempt)

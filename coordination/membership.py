@@ -6,10 +6,14 @@ started blocks nothing: only a *pending* rank, one that may still write, is wort
 
 Lost means: its uploader said so, or nothing was heard of it for `lost_after_s`. It is a judgement
 as of `now`; a late commit overrules it, since completeness looks only at what was committed.
+
+Facts carry the times of the ranks' clocks. Who follows a job knows by its own clock when it heard of
+each rank, and passes that (`Hearing`): no clock is then compared with another one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
@@ -24,13 +28,15 @@ from smdist.coordination.step_facts import (
 from smdist.identity import ModeKeys
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from smdist.coordination.merge import RankView, View
 
 __all__ = [
     "PATIENCE",
     "Disagreement",
+    "Heard",
+    "Hearing",
     "MissingReason",
     "Patience",
     "RankReport",
@@ -82,6 +88,18 @@ class Patience:
 PATIENCE = Patience()
 
 
+class Heard(NamedTuple):
+    """When a rank was heard of, by the clock of who heard it."""
+
+    first: float
+    wrote: float  # its last manifest
+    last: float  # any sign
+
+
+Hearing = Mapping[tuple[int, int], Heard]
+"""By attempt and rank."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankReport:
     """A rank as of `now`. `pending`: it may still write. `step`: last global step it closed, or -1.
@@ -121,6 +139,10 @@ def _last_seen(known: RankView) -> float:
     return max(signs)
 
 
+def _begun(known: RankView) -> float:
+    return _last_seen(known) if known.session is None else known.session.started
+
+
 class _Front(NamedTuple):
     """The rank that is furthest: its first and last global step, and when it closed the last."""
 
@@ -128,28 +150,35 @@ class _Front(NamedTuple):
     step: int = -1
     closed_at: float = 0.0
     pace_s: float = 0.0  # of a step, on the average
+    rank: int = -1
 
 
-def _front(known: Iterable[RankView]) -> _Front:
+def _front(known: Iterable[tuple[int, RankView]]) -> _Front:
     found = _Front()
-    for rank in known:
+    for number, rank in known:
         step = rank.passed.get(_GLOBAL, -1)
         if rank.first is not None and (step, -rank.closed_at) > (found.step, -found.closed_at):
             first, at = rank.first
             pace_s = max(0.0, rank.closed_at - at) / max(1, step - first)
-            found = _Front(first, step, rank.closed_at, pace_s)
+            found = _Front(first, step, rank.closed_at, pace_s, number)
     return found
 
 
-def _behind(known: RankView, front: _Front) -> tuple[int, float]:
+def _behind(
+    known: RankView, front: _Front, heard: Heard | None, of_front: Heard | None
+) -> tuple[int, float]:
     """Steps and seconds. A rank that is at work is never long behind its last step: it counts how
     long the front took from there."""
     step = known.passed[_GLOBAL] if known.first is not None else front.first - 1
     if step >= front.step:
         return 0, 0.0
-    own = known.closed_at or (known.session.started if known.session else front.closed_at)
     steps = front.step - step
-    return steps, max(steps * front.pace_s, front.closed_at - own)
+    if heard is not None and of_front is not None:
+        alone_s = of_front.wrote - heard.wrote
+    else:
+        own = known.closed_at or (known.session.started if known.session else front.closed_at)
+        alone_s = front.closed_at - own
+    return steps, max(steps * front.pace_s, alone_s)
 
 
 def _report(
@@ -159,12 +188,14 @@ def _report(
     grace: bool,
     now: float,
     patience: Patience,
+    heard: Mapping[int, Heard],
 ) -> RankReport:
     if known is None or not _started(known):
         return RankReport(rank, RankStatus.NEVER_STARTED, pending=grace)
-    head, seen = known.head, _last_seen(known)
+    head, own = known.head, heard.get(rank)
+    seen = _last_seen(known) if own is None else own.last
     step = known.passed.get(_GLOBAL, -1)
-    behind_steps, behind_s = _behind(known, front)
+    behind_steps, behind_s = _behind(known, front, own, heard.get(front.rank))
     reason = head.reason if head is not None else ""
     status = RankStatus.ACTIVE
     if head is not None and head.state == "ended":
@@ -180,29 +211,41 @@ def _report(
 
 
 def rank_reports(
-    view: View, attempt: int, now: float, patience: Patience = PATIENCE
+    view: View,
+    attempt: int,
+    now: float,
+    patience: Patience = PATIENCE,
+    hearing: Hearing | None = None,
 ) -> dict[int, RankReport]:
-    """Every expected or known rank of `attempt`, in numeric order."""
+    """Every expected or known rank of `attempt`, in numeric order.
+
+    `hearing` is by the clock of `now`; of ranks that are not in it, their own clock is believed.
+    """
     known = view.attempts.get(attempt, {})
-    front = _front(known.values())
+    hearing = hearing or {}
+    heard = {rank: hearing[attempt, rank] for rank in known if (attempt, rank) in hearing}
+    front = _front(known.items())
     # A rank without any sign may be slow to start, but not after its peers have run for a while,
     # and not once a newer attempt has begun.
     begun = max(
-        (_last_seen(r) if r.session is None else r.session.started for r in known.values()),
-        default=0.0,
+        (heard[n].first if n in heard else _begun(rank) for n, rank in known.items()), default=0.0
     )
     newest = attempt == max(view.attempts, default=attempt)
     grace = newest and now - begun <= patience.lost_after_s
     ranks = sorted({*known, *expected_ranks(view, attempt)})
-    return {rank: _report(rank, known.get(rank), front, grace, now, patience) for rank in ranks}
+    return {
+        rank: _report(rank, known.get(rank), front, grace, now, patience, heard) for rank in ranks
+    }
 
 
-def finished(view: View, now: float, patience: Patience = PATIENCE) -> bool:
+def finished(
+    view: View, now: float, patience: Patience = PATIENCE, hearing: Hearing | None = None
+) -> bool:
     """No rank of any attempt may still write. A view without ranks is not finished."""
     return bool(view.attempts) and not any(
         report.pending
         for attempt in view.attempts
-        for report in rank_reports(view, attempt, now, patience).values()
+        for report in rank_reports(view, attempt, now, patience, hearing).values()
     )
 
 

@@ -60,9 +60,11 @@ class Track:
     farewell: bool = False  # it is final, and its last heartbeat was read
     lost: bool = False  # it is final, by the word of its uploader: a recovery may add to it
     alive_at: float = 0.0  # newest sign of life, by our clock
+    met_at: float = 0.0  # by our clock
 
     def __post_init__(self) -> None:
         self.alive_at = max(self.alive_at, self.heard_at)
+        self.met_at = self.met_at or self.heard_at
 
     @property
     def ended(self) -> bool:

@@ -344,7 +344,9 @@ class Watcher:
         """Every rank has said its last word. One that fell silent may come back, whenever it is."""
         now, view, follow = self._now(), self._view, self._follow
         silence = now - max((track.heard_at for track in follow.tracks.values()), default=now)
-        if not (follow.settled and self._all_said() and finished(view, now, self._patience)):
+        if not (follow.settled and self._all_said()):
+            return False
+        if not finished(view, now, self._patience, follow.hearing()):
             return False
         newest = view.attempts[max(view.attempts)]
         heads = [known.head for known in newest.values()]
@@ -412,8 +414,11 @@ class Watcher:
         self._wake.set()
 
     def _reports(self) -> dict[int, dict[int, RankReport]]:
-        now, view = self._now(), self._view
-        return {a: rank_reports(view, a, now, self._patience) for a in sorted(view.attempts)}
+        now, view, hearing = self._now(), self._view, self._follow.hearing()
+        return {
+            attempt: rank_reports(view, attempt, now, self._patience, hearing)
+            for attempt in sorted(view.attempts)
+        }
 
     def latest_complete_step(self, mode: ModeKeys = GLOBAL) -> int:
         """-1 when there is none."""

@@ -44,9 +44,10 @@ class Bench:
     patience: Patience = PATIENCE
     store: MemoryStore = field(default_factory=lambda: MemoryStore("watched"))
     ranks: list[RankWriter] = field(default_factory=list)
+    ahead_s: float = 0.0  # the ranks' clocks are
 
     def __post_init__(self) -> None:
-        self.job = RunBuilder(self.store, now=self.time)
+        self.job = RunBuilder(self.store, now=self.time + self.ahead_s)
         self.requests = Life(self.store)
         self.watcher = self.another()
 
@@ -61,13 +62,14 @@ class Bench:
 
     def start(self, world: int, attempt: int = 0) -> list[RankWriter]:
         self.ranks = [
-            self.job.rank(rank, world, attempt=attempt, now=self.time) for rank in range(world)
+            self.job.rank(rank, world, attempt=attempt, now=self.time + self.ahead_s)
+            for rank in range(world)
         ]
         return self.ranks
 
     def save(self, step: int, *ranks: int, mode: ModeKeys = TRAIN, number: int = -1) -> None:
         for rank in ranks or range(len(self.ranks)):
-            self.ranks[rank].now = self.time
+            self.ranks[rank].now = self.time + self.ahead_s
             self.ranks[rank].step(mode, step, TENSORS, step=number if number >= 0 else None).flush()
 
     def turn(self, after_s: float = 2.0) -> bool:
@@ -78,7 +80,7 @@ class Bench:
         until = self.time + seconds
         while self.time < until:
             for rank in beating:
-                self.ranks[rank].beat(self.time)
+                self.ranks[rank].beat(self.time + self.ahead_s)
             self.turn(every_s)
 
     def line(self, rank: int) -> RankLine:
@@ -170,7 +172,7 @@ def test_a_stopped_rank_becomes_lost_and_a_late_commit_makes_it_whole(bench: Ben
         bench.save(step, 0)
         bench.turn(2.0)
         lost = bench.line(1).status == "lost"
-        assert lost is (bench.time - (stopped - 2.0) > PATIENCE.lost_after_s)
+        assert lost is (bench.time - stopped > PATIENCE.lost_after_s)
     assert "nothing heard" in bench.line(1).reason
     assert bench.watcher.missing(30) == {1: "lost"}
     assert bench.watcher.step(30).standing == "partial"
@@ -259,6 +261,41 @@ def test_an_elastic_restart_with_another_world_goes_on(bench: Bench) -> None:
     bench.turns(3)
     assert bench.state == "finished"
     assert bench.pointer().final
+
+
+# -- clocks that differ ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ahead_s", [-7200.0, -90.0, 90.0, 7200.0])
+def test_ranks_are_judged_by_the_watchers_clock_alone(ahead_s: float) -> None:
+    bench = Bench(ahead_s=ahead_s)
+    run(bench.watcher.open())
+    bench.start(3)
+    for step in range(4):
+        bench.save(step, 0, 1)
+        bench.turn()
+    bench.turns(PATIENCE.lost_after_s - 20, 1.0, 0)
+    assert [bench.line(rank).status for rank in range(3)] == ["active"] * 3
+    assert bench.watcher.step(9).standing == "pending"
+    bench.turns(2 * PATIENCE.lost_after_s, 1.0, 0)
+    assert [bench.line(rank).status for rank in range(3)] == ["active", "lost", "lost"]
+    assert bench.time - bench.line(0).last_seen <= PATIENCE.lost_after_s / 2
+    for rank in bench.ranks:
+        rank.end()
+    bench.turns(PATIENCE.lost_after_s)
+    assert bench.state == "finished"
+
+
+def test_a_rank_with_another_clock_than_its_peers_is_not_lagging(bench: Bench) -> None:
+    bench.start(2)
+    for step in range(10):
+        bench.ahead_s = 300.0
+        bench.save(step, 0)
+        bench.turn(1.0)
+        assert bench.line(1).status == "active"
+        bench.ahead_s = 0.0
+        bench.save(step, 1)
+        bench.turn(1.0)
 
 
 # -- endings ---------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from smdist.coordination.membership import (
+    Heard,
     MissingReason,
     Patience,
     RankStatus,
@@ -140,6 +141,21 @@ def test_a_rank_that_never_started_is_waited_for_only_for_a_while() -> None:
     view = fold([session(0, started=NOW), manifest(0, state="ended")])
     assert not finished(view, NOW + 59)
     assert finished(view, NOW + 61)
+
+
+def test_who_hears_a_rank_believes_its_own_clock() -> None:
+    view = fold([session(0), manifest(0, time=NOW - 500), manifest(1, time=NOW + 500)])
+    hearing = {
+        (0, 0): Heard(NOW - 100, NOW - 50, NOW - 10),
+        (0, 1): Heard(NOW - 100, NOW - 90, NOW - 61),
+    }
+    reports = rank_reports(view, 0, NOW, hearing=hearing)
+    assert [report.status for report in reports.values()] == ["active", "lost"]
+    assert [report.last_seen for report in reports.values()] == [NOW - 10, NOW - 61]
+    assert not finished(view, NOW, hearing=hearing)
+    assert finished(view, NOW + 51, hearing=hearing)
+    reports = rank_reports(view, 0, NOW)
+    assert [report.status for report in reports.values()] == ["lost", "active"]
 
 
 def test_a_view_without_ranks_is_not_finished() -> None:

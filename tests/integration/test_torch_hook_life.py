@@ -404,8 +404,8 @@ if __name__ == "__main__":
     trial = read(tmp_path / "run")
     assert trial.loaded_all_steps
     assert trial.steps(show_incomplete_steps=True) == [0, 1]
-    assert trial.steps() == ([0] if end else [0, 1])
-    reasons = {"": "", "sys.exit(3)": "SystemExit: 3"}
+    assert trial.steps() == [0]
+    reasons = {"": "the process ended within step 1", "sys.exit(3)": "SystemExit: 3"}
     assert trial.ranks()[0].reason == reasons.get(end, "ArithmeticError: diverged")
 
 

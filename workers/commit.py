@@ -221,7 +221,8 @@ class Committer:
         since_start = manifest.seq - self._start.seq
         if since_start == 0:
             self._endangered.append(manifest)
-            await self._remove_others()
+            with contextlib.suppress(StoreError):  # it harms nobody, and `confirm` comes back to it
+                await self._remove_others()
         elif since_start == 1:
             with contextlib.suppress(StoreError):  # `confirm` comes back to it
                 await self._restore()
@@ -230,7 +231,7 @@ class Committer:
         """Before the end: what a late request of a predecessor may have replaced is what we put."""
         if self._succeeds:
             await self._patience.insist("reading the store", self._restore)
-            await self._remove_others()
+            await self._patience.insist("tidying the store", self._remove_others)
         if getattr(self.store, "dangling_uploads", False):
             worker, attempt = self._worker, self._session.attempt
             sweeping = lambda: _sweep_uploads(self.store, worker, attempt)
@@ -251,7 +252,7 @@ class Committer:
     async def _remove_others(self) -> None:
         """Every manifest from our first on is ours: no other segment there belongs to anything."""
         attempt, first = self._session.attempt, self._start.seq
-        with contextlib.suppress(StoreError):  # it harms nobody
+        with contextlib.suppress(StoreForbidden):  # who may write and not remove leaves it there
             for key in await self._segments_from(attempt, first):
                 if key not in self._own:
                     await self.store.delete(key)

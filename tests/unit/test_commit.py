@@ -164,6 +164,29 @@ def test_a_successor_that_cannot_look_again_goes_on(ledger: Ledger, kind: type[S
     asyncio.run(scenario())
 
 
+def test_a_successor_insists_on_removing_what_no_manifest_names(ledger: Ledger) -> None:
+    class Stubborn(Watched):
+        refusals = 3
+
+        async def delete(self, key: str) -> None:
+            if self.refusals:
+                self.refusals -= 1
+                raise StoreError(self.url, key, "delete", "connection reset")
+            await super().delete(key)
+
+    async def scenario() -> Sequence[str]:
+        store, patience = Stubborn(), Patience(ledger, lambda _text: None, lambda: 0)
+        await store.put(segment_key("worker_0", 0, 0, "predecessor"), (b"unnamed",))
+        start = ResumePoint(0, 0, None)
+        work = Committer(store, SESSION, ledger, patience, start, succeeds=True)
+        work.launch(make_batch(0, 0, 5), Ending("ended", ""), lambda: None)
+        await turn_until(lambda: len(work.finished()) == 1)
+        await work.confirm()
+        return await store.list("segments/")
+
+    assert asyncio.run(scenario()) == [segment_key("worker_0", 0, 0, "0")]
+
+
 def test_closing_gives_up_what_is_on_its_way(ledger: Ledger) -> None:
     async def scenario() -> list[str]:
         store = Watched()

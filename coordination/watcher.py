@@ -121,7 +121,7 @@ class Watcher:
         self._loose = 0  # entries that are not in columns yet
         self._packed: Packed | None = None
         self._written_at: float | None = None
-        self._final = False
+        self._final = self._looked = False
         self._manifests = 0
 
     # -- the life of a watcher -------------------------------------------------------------------
@@ -222,6 +222,7 @@ class Watcher:
                 return False
             try:
                 await self._poll()
+                self._looked = True
                 written = await self._write()
             except Superseded as error:
                 self._become("superseded", str(error))
@@ -466,7 +467,8 @@ class Watcher:
         return RunStatus(
             url=self.url,
             run_id=self.run_id,
-            state=self._state,
+            # Until the first look it has nothing to tell, which is not the same as nothing there.
+            state="opening" if self._state == "watching" and not self._looked else self._state,
             detail=self._detail,
             time=self._now(),
             writer=self._tenure.writer,

@@ -36,7 +36,14 @@ from smdist.workers.part import PartPlan
 from smdist.workers.processes import start_ticks
 from smdist.workers.progress import DrainProgress, left
 from smdist.workers.rank import Identity, resolve_rank
-from smdist.workers.spool import Spool, SpoolInfo, UploadOptions, private_root, spool_name
+from smdist.workers.spool import (
+    REHEARSAL,
+    Spool,
+    SpoolInfo,
+    UploadOptions,
+    private_root,
+    spool_name,
+)
 from smdist.workers.supervisor import Supervisor
 
 __all__ = ["DrySink", "Outlet", "Sink", "Whereabouts"]
@@ -359,4 +366,4 @@ def _nobody(identity: Identity) -> Enrolment:
         pid=os.getpid(),
         launch="",
     )
-    return Enrolment(Run(run_id="rehearsal", created=0.0, framework=""), session)
+    return Enrolment(Run(run_id=REHEARSAL, created=0.0, framework=""), session)

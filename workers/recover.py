@@ -25,7 +25,7 @@ from smdist.workers.journal import JournalReader
 from smdist.workers.launch import machine
 from smdist.workers.ledger import Ledger
 from smdist.workers.processes import alive
-from smdist.workers.spool import Spool, private_root
+from smdist.workers.spool import Spool, private_root, sweep_rehearsals
 from smdist.workers.uploader import Uploader
 
 __all__ = ["Recovered", "TrainerAlive", "default_roots", "find_spools", "pending_bytes", "recover"]
@@ -86,6 +86,7 @@ def recover(
     SpoolBusy or TrainerAlive when it must not be touched, GaveUp when the store refuses, SpoolUnavailable
     when it is no spool.
     """
+    sweep_rehearsals(path.parent)
     if is_remnant(path):
         shutil.rmtree(path, ignore_errors=True)
         return Recovered(path.name, "", "ended", "nothing was left in it", 0, 0)

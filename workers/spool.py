@@ -28,7 +28,19 @@ from smdist.errors import SpoolUnavailable
 from smdist.identity import worker_name
 from smdist.manifest import Run, Session
 
-__all__ = ["Doorbell", "Spool", "SpoolBusy", "SpoolInfo", "UploadOptions", "spool_name"]
+__all__ = [
+    "REHEARSAL",
+    "Doorbell",
+    "Spool",
+    "SpoolBusy",
+    "SpoolInfo",
+    "UploadOptions",
+    "private_root",
+    "spool_name",
+    "sweep_rehearsals",
+]
+
+REHEARSAL = "rehearsal"  # in the place of a run's id, which is hexadecimal
 
 
 class UploadOptions(msgspec.Struct, frozen=True):
@@ -96,6 +108,39 @@ def _make_private(folder: Path, *, exist_ok: bool = False) -> None:
         ) from error
 
 
+def _make_locked(path: Path) -> int:
+    """Make the folder `path` and hold its lock: the descriptor."""
+    for _ in range(10):
+        _make_private(path)
+        with contextlib.suppress(OSError):  # a sweeper was quicker than our lock
+            handle = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            if _locks(handle) and (path / "lock").exists():
+                return handle
+            os.close(handle)
+        shutil.rmtree(path, ignore_errors=True)
+    raise SpoolUnavailable(f"cannot make the spool folder {path}: it is removed again and again")
+
+
+def _locks(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def sweep_rehearsals(folder: Path) -> None:
+    """Remove what processes that were killed at their very start left in that private root."""
+    for path in folder.glob(f"{REHEARSAL}-*"):
+        with contextlib.suppress(OSError):  # somebody else removes it
+            handle = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                if _locks(handle):
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(handle)
+
+
 class Spool:
     def __init__(self, path: Path, info: SpoolInfo) -> None:
         self.path = path
@@ -119,15 +164,20 @@ class Spool:
     @classmethod
     @contextlib.contextmanager
     def rehearsed(cls, info: SpoolInfo, root: Path) -> Iterator[Spool]:
-        """A folder like that of a spool, for as long as the block lasts; nobody takes it for one."""
+        """A folder like that of a spool, for as long as the block lasts; nobody takes it for one.
+
+        Whoever is killed in the block leaves it to `sweep_rehearsals`, and frees its lock by that.
+        """
+        sweep_rehearsals(private_root(root))
         path = private_root(root) / spool_name(info)
-        _make_private(path)
+        handle = _make_locked(path)
         spool = cls(path, info)
         try:
             os.mkfifo(path / "doorbell", 0o600)
             yield spool
         finally:
             spool.remove()
+            os.close(handle)
 
     @classmethod
     def open(cls, path: Path) -> Spool:

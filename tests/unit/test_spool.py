@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import stat
 import threading
 from pathlib import Path
@@ -13,6 +14,7 @@ from smdist.errors import SpoolUnavailable
 from smdist.manifest import Run, Session
 from smdist.workers.journal import JournalWriter
 from smdist.workers.spool import (
+    REHEARSAL,
     Doorbell,
     Spool,
     SpoolBusy,
@@ -20,6 +22,7 @@ from smdist.workers.spool import (
     UploadOptions,
     private_root,
     spool_name,
+    sweep_rehearsals,
 )
 
 
@@ -225,3 +228,30 @@ def test_a_rehearsal_is_no_spool_and_leaves_nothing(tmp_path: Path) -> None:
         with pytest.raises(SpoolUnavailable, match="is not a spool"):
             Spool.open(rehearsal.path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_rehearsal_of_the_dead_is_swept_and_that_of_the_living_is_not(tmp_path: Path) -> None:
+    folder, info = private_root(tmp_path), rehearsal_info("first")
+    dead = multiprocessing.get_context("spawn").Process(target=die, args=(info, tmp_path))
+    dead.start()
+    dead.join()
+    assert {path.name for path in (folder / spool_name(info)).iterdir()} == {"doorbell", "lock"}
+    with Spool.rehearsed(rehearsal_info("second"), tmp_path) as living:
+        assert list(folder.iterdir()) == [living.path]
+        sweep_rehearsals(folder)
+        assert (living.path / "doorbell").exists()
+    assert not list(tmp_path.iterdir())
+
+
+def die(info: SpoolInfo, root: Path) -> None:
+    with Spool.rehearsed(info, root):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def rehearsal_info(session: str) -> SpoolInfo:
+    info = make_info()
+    return msgspec.structs.replace(
+        info,
+        run=msgspec.structs.replace(info.run, run_id=REHEARSAL),
+        session=msgspec.structs.replace(info.session, session=session),
+    )

@@ -27,7 +27,7 @@ from typing import Protocol, Union, runtime_checkable
 
 from smdist.errors import StoreError
 
-__all__ = ["Buffer", "Store", "check_key", "check_range"]
+__all__ = ["Buffer", "NearStore", "Store", "check_key", "check_range"]
 
 Buffer = Union[bytes, bytearray, memoryview]  # noqa: UP007 (3.10)
 
@@ -48,6 +48,14 @@ class Store(Protocol):
     async def delete(self, key: str) -> None: ...
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class NearStore(Protocol):
+    """A store as near as a file: for who waits anyway, going through a loop only takes longer."""
+
+    def read(self, key: str, ranges: Sequence[tuple[int, int | None]]) -> list[bytes]:
+        """As `get` of each range, in the thread of the caller, which may be any."""
 
 
 def check_key(url: str, key: str) -> str:

@@ -12,6 +12,7 @@ which costs throughput and protects against the machine's own end.
 from __future__ import annotations
 
 import asyncio
+import builtins
 import contextlib
 import errno
 import os
@@ -68,9 +69,23 @@ class LocalStore:
         await _in_thread(lambda stop: self._put(key, path, data, if_absent, stop), lent=True)
 
     async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        return (await _in_thread(lambda _: self.read(key, [(start, stop)])))[0]
+
+    def read(self, key: str, ranges: Sequence[tuple[int, int | None]]) -> builtins.list[bytes]:
         path = self._path(key)
-        check_range(start, stop)
-        return await _in_thread(lambda _: self._get(key, path, start, stop))
+        for start, stop in ranges:
+            check_range(start, stop)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                size = os.fstat(descriptor).st_size
+                return [_read(descriptor, size, start, stop) for start, stop in ranges]
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            if error.errno in _NOT_THERE:
+                raise ObjectNotFound(self._root, key, "get") from None
+            self._refuse(error, key, "get")
 
     async def list(self, prefix: str = "", *, after: str = "") -> Sequence[str]:
         return await _in_thread(lambda _: self._list(prefix, after))
@@ -162,20 +177,6 @@ class LocalStore:
                 if entry.stat(follow_symlinks=False).st_mtime < oldest:
                     os.unlink(entry.path)
 
-    def _get(self, key: str, path: str, start: int, stop: int | None) -> bytes:
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                size = os.fstat(descriptor).st_size
-                end = size if stop is None else min(stop, size)
-                return _read(descriptor, start, max(0, end - start))
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            if error.errno in _NOT_THERE:
-                raise ObjectNotFound(self._root, key, "get") from None
-            self._refuse(error, key, "get")
-
     def _list(self, prefix: str, after: str) -> Sequence[str]:
         folder = prefix.rpartition("/")[0]
         if folder:
@@ -259,13 +260,14 @@ def _flat(view: memoryview) -> memoryview:
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
-def _read(descriptor: int, start: int, size: int) -> bytes:
-    data = os.pread(descriptor, size, start)
-    if len(data) == size:
+def _read(descriptor: int, size: int, start: int, stop: int | None) -> bytes:
+    end = size if stop is None else min(stop, size)
+    data = os.pread(descriptor, max(0, end - start), start)
+    if start + len(data) >= end:
         return data
     chunks = [data]  # the kernel gives at most 2 GiB at once
     at = start + len(data)
-    while at < start + size and (data := os.pread(descriptor, start + size - at, at)):
+    while at < end and (data := os.pread(descriptor, end - at, at)):
         chunks.append(data)
         at += len(data)
     return b"".join(chunks)

@@ -1,8 +1,8 @@
 """Reads tensor data out of segments, by ranges.
 
 `plan_reads` is pure: ranges of one object that lie near each other become one request. `Reader`
-carries it out, some requests at a time, on the event loop that owns the store; checking and
-decoding happen in the thread of the caller. Small things of a block (its checksums, its
+carries it out, some requests at a time, on the event loop that owns the store, or in the thread of
+the caller if the store is a directory; checking and decoding always happen there. Small things of a block (its checksums, its
 statistics) are read whole and kept, as the next question is likely about them.
 """
 
@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import groupby
 from threading import Lock
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -28,7 +30,7 @@ from smdist.pipeline.block import (
     statistics_spans,
     tensor_spans,
 )
-from smdist.storage.base import Store
+from smdist.storage.base import NearStore, Store
 from smdist.trials.catalogue import Found
 
 __all__ = [
@@ -53,6 +55,7 @@ GAP = 64 << 10
 REMOTE_GAP = 256 << 10  # where a request costs as much as this
 SPAN = 16 << 20
 BATCH = 128 << 20
+FEW = 16  # objects of a directory that one thread reads as fast as several
 AT_ONCE = 64  # requests: a tensor of a thousand ranks lies in as many objects
 
 
@@ -95,6 +98,10 @@ def plan_reads(wanted: Sequence[Range], gap: int = GAP, span: int = SPAN) -> lis
     if current is not None:
         requests.append(Request(current, tuple(members)))
     return requests
+
+
+Take = Callable[[Request, bytes], None]
+_ATTACHED = "manifests/"  # a segment that came in its manifest bears the key of that
 
 
 class Run(Protocol):
@@ -143,6 +150,7 @@ class Reader:
         gap: int = GAP,
     ) -> None:
         self._store = store
+        self._near = store if isinstance(store, NearStore) else None
         self._gap = gap
         self._run = run
         self._concurrency = concurrency
@@ -175,7 +183,7 @@ class Reader:
             if room < 0:
                 break
             wanted += [data, checksum]
-        self._run(self._fetch(wanted))
+        self._fetch(wanted)
 
     def rows(self, found: Sequence[Found]) -> list[Row]:
         """What was measured of each. All of `found` must have a row in the statistics."""
@@ -200,11 +208,11 @@ class Reader:
     ) -> Iterator[tuple[Found, bytes, bytes]]:
         """The bytes and the checksum of each; a block's checksums are read together if few."""
         parts = [_parts(one, span) for one, span in zip(found, spans, strict=True)]
-        data = self._run(self._fetch([want for part in parts for want in part[:2]]))
+        data = self._fetch([want for part in parts for want in part[:2]])
         for place, (one, (_, _, at)) in enumerate(zip(found, parts, strict=True)):
             yield one, data[2 * place], data[2 * place + 1][at : at + 4]
 
-    async def _fetch(self, wanted: Sequence[Range]) -> list[bytes]:
+    def _fetch(self, wanted: Sequence[Range]) -> list[bytes]:
         """The bytes of each range, from the cache or by as few requests as `plan_reads` finds."""
         data: dict[Range, bytes] = {}
         absent: list[Range] = []
@@ -214,11 +222,8 @@ class Reader:
                 absent.append(want)
             else:
                 data[want] = kept
-        gate = asyncio.Semaphore(self._concurrency)
 
-        async def read(request: Request) -> None:
-            async with gate:
-                got = await self._get(*request.range)
+        def take(request: Request, got: bytes) -> None:
             if len(got) != request.range.nbytes:
                 detail = f"ends early: {len(got)} of {request.range.nbytes} bytes"
                 raise CorruptObject(self._store.url, request.range.key, "read", detail)
@@ -229,7 +234,46 @@ class Reader:
                 data[want] = piece
                 self._cache.put(want, piece)
 
-        tasks = [asyncio.ensure_future(read(request)) for request in plan_reads(absent, self._gap)]
+        requests = plan_reads(absent, self._gap)
+        if self._near is not None:
+            self._read_here(self._near, requests, take)
+        elif requests:
+            self._run(self._request(requests, take))
+        return [data[want] for want in wanted]
+
+    def _read_here(self, store: NearStore, requests: Sequence[Request], take: Take) -> None:
+        """Object by object; if many, some at once, as the disk of a directory may be far away."""
+
+        def read(key: str, group: Sequence[Request]) -> None:
+            if not key.startswith(_ATTACHED):
+                found = store.read(key, [(one.range.start, one.range.stop) for one in group])
+            else:
+                whole = self._cache.get(key)
+                if whole is None:
+                    whole = attached_bytes(store.read(key, [(0, None)])[0])
+                    self._cache.put(key, whole)
+                found = [whole[one.range.start : one.range.stop] for one in group]
+            for one, got in zip(group, found, strict=True):
+                take(one, got)
+
+        by_key = [(k, list(group)) for k, group in groupby(requests, lambda one: one.range.key)]
+        if len(by_key) <= FEW:
+            for key, group in by_key:
+                read(key, group)
+            return
+        with ThreadPoolExecutor(FEW) as pool:
+            for _ in pool.map(read, *zip(*by_key, strict=True)):
+                pass  # raises what a thread met
+
+    async def _request(self, requests: Sequence[Request], take: Take) -> None:
+        gate = asyncio.Semaphore(self._concurrency)
+
+        async def carry_out(request: Request) -> None:
+            async with gate:
+                got = await self._get(*request.range)
+            take(request, got)
+
+        tasks = [asyncio.ensure_future(carry_out(request)) for request in requests]
         try:
             await asyncio.gather(*tasks)
         except BaseException:
@@ -237,10 +281,9 @@ class Reader:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
-        return [data[want] for want in wanted]
 
     async def _get(self, key: str, start: int, stop: int) -> bytes:
-        if not key.startswith("manifests/"):
+        if not key.startswith(_ATTACHED):
             return await self._store.get(key, start, stop)
         whole = self._cache.get(key)
         if whole is None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -12,10 +14,10 @@ from hypothesis import strategies as st
 
 from smdist.errors import CorruptObject
 from smdist.identity import ModeKeys
-from smdist.storage import MemoryStore, sync
+from smdist.storage import LocalStore, MemoryStore, sync
 from smdist.storage.base import Buffer
 from smdist.trials.catalogue import Catalogue
-from smdist.trials.reader import Range, Reader, plan_reads
+from smdist.trials.reader import FEW, Range, Reader, plan_reads
 from smdist.trials.trial import Trial
 from tests.run_builder import RunBuilder, Saved
 
@@ -247,3 +249,35 @@ def test_an_attached_segment_that_fell_out_of_the_cache_is_read_again() -> None:
     store.kinds()
     assert trial.tensor("loss").value(0, mode=TRAIN) == 0.25
     assert store.kinds() == {"manifests": 1}
+
+
+@pytest.mark.parametrize("ranks", [2, FEW + 4])
+def test_a_directory_is_read_without_a_loop_as_any_store_is_with_one(
+    tmp_path: Path, ranks: int
+) -> None:
+    """Some of the values came with their manifests; the last segment is damaged afterwards."""
+    store = LocalStore(tmp_path)
+    builder = RunBuilder(store)
+    for rank in range(ranks):
+        writer = builder.rank(rank, ranks)
+        writer.attach_bytes = 1 << 16
+        for step in range(3):
+            writer.step(TRAIN, step, {"loss": np.array(step / 2)}).flush()
+            writer.step(TRAIN, step + 3, {"big": np.full(100, 10.0 * rank + step)}).flush()
+        writer.end()
+    trial = Trial(store, "t", store.url, Catalogue())
+    trial.reader = Reader(store, forbidden)
+    losses = trial.values(["loss"], [2], mode=TRAIN)["loss"][2]
+    assert losses == {f"worker_{rank}": 1.0 for rank in range(ranks)}
+    found = trial.values(["big"], [4, 5], mode=TRAIN)["big"]
+    for rank, worker in enumerate(trial.workers()):
+        assert [found[step][worker][7] for step in (4, 5)] == [10.0 * rank + 1, 10.0 * rank + 2]
+    last = max((tmp_path / "segments" / f"worker_{ranks - 1}").iterdir())
+    last.write_bytes(last.read_bytes()[:-40])
+    trial.reader = Reader(store, forbidden)
+    with pytest.raises(CorruptObject, match="early"):
+        trial.values(["big"], [5], mode=TRAIN)
+
+
+def forbidden(_work: object) -> NoReturn:
+    raise AssertionError("it went through the loop")

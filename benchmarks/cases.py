@@ -29,6 +29,7 @@ class Case:
     quick: bool = False
     figure: bool = False  # in the picture
     not_due: bool = False
+    budget: float | None = None  # share of the step time that smdist may take, by its own account
 
     def of(self, peer: str) -> Case:
         return self.shorter(self.slow[peer]) if peer in self.slow else self
@@ -98,6 +99,25 @@ CASES = (
         warm_up=1,
         not_due=True,
         quick=True,
+    ),
+    Case(
+        "mlp_budget",
+        "full, as often as overhead_budget=0.03 allows, MLP of 6 M",
+        peers=("smdist",),
+        budget=0.03,
+        bar=1.035,
+        steps=64,
+        warm_up=64,  # until it has found what it can afford
+    ),
+    Case(
+        "mlp_budget_no_core_to_spare",
+        "full, as often as overhead_budget=0.03 allows, MLP of 6 M, torch on both processors",
+        threads=2,
+        peers=("smdist",),
+        budget=0.03,
+        bar=1.035,
+        steps=128,
+        warm_up=128,
     ),
     Case(
         "mlp25",

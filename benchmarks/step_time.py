@@ -83,7 +83,8 @@ def visit(team: Team, case: Case, place: Place, run: str, wanted: str = WANTED) 
     half = max(1, min(case.steps, 20) // 2)
     team.ask("steps", count=2)  # while others had the machine, its caches went cold
     before, before_cpu = team.both_clocks(half)
-    team.ask("attach", how=case.how, interval=case.interval, place=url, wanted=wanted)
+    details = {"place": url, "wanted": wanted, "budget": case.budget}
+    team.ask("attach", how=case.how, interval=case.interval, **details)
     team.ask("steps", count=case.warm_up)
     team.ask("settle")
     begin, server, helpers = time.monotonic(), cpu_s(place.server), team.helpers_cpu_s()
@@ -110,7 +111,8 @@ def visit(team: Team, case: Case, place: Place, run: str, wanted: str = WANTED) 
 def measure(case: Case, rounds: int, out: str | None) -> list[Row]:
     visits, missing, facts = play(case, rounds, out)
     due = sum(1 for step in range(case.warm_up + case.steps) if step % case.interval == 0)
-    expected = due * facts["nbytes"] * case.ranks if case.how == "full" else 0
+    whole = case.how == "full" and case.budget is None
+    expected = due * facts["nbytes"] * case.ranks if whole else 0
     return rows_of(case, visits, missing, expected)
 
 

@@ -23,6 +23,7 @@ class Setup:
     place: str  # a folder, or the URL of a bucket
     wanted: str = WANTED  # regex of the parameters, for those that choose by name
     ranks: int = 1
+    budget: float | None = None
 
 
 class Base:

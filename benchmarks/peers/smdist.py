@@ -24,6 +24,7 @@ class Peer(Base):
             include_regex=setup.wanted,
             include_workers="all",
             on_error="raise",
+            overhead_budget=setup.budget,
         )
         self._hook.register_module(model)
 

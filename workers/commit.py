@@ -58,8 +58,11 @@ class ResumePoint(NamedTuple):
     last: RankManifest | None
 
 
-async def resume_point(store: Store, session: Session) -> ResumePoint:
-    """Where earlier uploaders of this session came to, by what the store holds."""
+async def resume_point(store: Store, session: Session, *, tidy: bool = True) -> ResumePoint:
+    """Where earlier uploaders of this session came to, by what the store holds.
+
+    `tidy` False: there was none before, and so nothing of theirs to remove.
+    """
     worker, attempt = worker_name(session.rank), session.attempt
     last: RankManifest | None = None
     for key in reversed(await store.list(f"manifests/{worker}/{attempt:06d}-")):
@@ -78,7 +81,8 @@ async def resume_point(store: Store, session: Session) -> ResumePoint:
         )
     else:
         point = ResumePoint(last.seq + 1, last.upto, last)
-    await _sweep(store, worker, attempt, point)
+    if tidy:
+        await _sweep(store, worker, attempt, point)
     return point
 
 

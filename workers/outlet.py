@@ -50,6 +50,8 @@ __all__ = ["DrySink", "Outlet", "Sink", "Whereabouts"]
 
 _ATTACH_BYTES = 256 << 10
 _AGAIN_S = 10.0  # between two tries to enrol in a store that is full or out of reach
+_FAREWELL_S, _LOOK_S = 5.0, 0.01
+_MERGE_S = 1.0
 _CHECK_S = 5.0  # of one request and its retries, over a network
 
 T = TypeVar("T")
@@ -316,7 +318,7 @@ class Outlet(Generic[T]):
         capture.close()
         if drained:
             if supervisor is not None:
-                supervisor.join(5.0)  # it only removes its spool now
+                self._see_off(supervisor)
             return ""
         text = f"{self._worker}: {left(usage)}"
         send = f"smdist recover {shlex.quote(str(self._spool))}"
@@ -330,6 +332,16 @@ class Outlet(Generic[T]):
             f"{text} were not in {self._config.out_dir} after {timeout_s:.0f} s{why}; the uploader "
             f"goes on by itself. Should it end before all is stored: {send}"
         )
+
+    def _see_off(self, supervisor: Supervisor) -> None:
+        """All is stored: the uploader writes a summary, removes the spool, and ends. If its rank was
+        the last one it merges the run before it ends, and goes on alone if that takes longer: a
+        moment for it, as where a job's container ends with this process nobody goes on."""
+        deadline = time.monotonic() + _FAREWELL_S
+        while self._spool is not None and self._spool.exists() and time.monotonic() < deadline:
+            if supervisor.join(_LOOK_S):
+                return
+        supervisor.join(_MERGE_S)
 
     def _drain(
         self, capture: Capture[T], supervisor: Supervisor | None, timeout_s: float

@@ -31,6 +31,11 @@ class Summary:
         self._told: dict[int, bytes] = {}  # by seq, as JSON: entries by the thousand are small so
         self._attached = self._nbytes = 0
 
+    @property
+    def nbytes(self) -> int:
+        """About how long it is."""
+        return self._nbytes
+
     def note(self, manifest: RankManifest) -> None:
         if self._nbytes > _MOST_BYTES:
             return

@@ -4,7 +4,8 @@
     Uploader.run()      on one event loop, from where the store says it stands to the last manifest
 
 It wakes when the doorbell rings, when a batch is old enough, when one has been committed, and when
-the training process dies. It ends after `End`, or after that death, once everything is stored. Exit
+the training process dies. It ends after `End`, or after that death, once everything is stored; the
+last one of a run merges it then (workers/closing.py). Exit
 codes: 0 (the spool is gone then), LEFT_BEHIND (the store stayed closed), others are accidents.
 """
 
@@ -35,6 +36,7 @@ from smdist.storage import open_store
 from smdist.storage.base import Store
 from smdist.workers.announce import Announcer
 from smdist.workers.batch import Arenas, Batch, nothing, prepare, without
+from smdist.workers.closing import Rank, merge_if_last
 from smdist.workers.commit import (
     Committer,
     Ending,
@@ -61,11 +63,12 @@ _DEADLINE_S = (
     10.0  # of one request and its retries; patience, which tells the user, goes on from there
 )
 _SUMMARY_S = 30.0
+_MERGE_S = 60.0
 _FAREWELL_S = 5.0  # for a heartbeat that is being written at the end
 
 
 class Uploader:
-    """Call `run` once. The caller holds the spool's lock and removes the spool afterwards."""
+    """Call `run` once. The caller holds the spool's lock; the spool is gone when it returns."""
 
     def __init__(
         self,
@@ -91,10 +94,14 @@ class Uploader:
         self._life = secrets.token_hex(4)
         self._committer: Committer | None = None
         self._summary = Summary(self._info.session)
+        self._layouts: set[str] = set()
+        self._merging: asyncio.Task[str] | None = None
 
     def hurry(self) -> None:
         """Write everything out now and from now on. Asked again: stop, stored or not."""
         self.hurries += 1
+        if self._merging is not None:
+            self._merging.cancel()
         if self.hurries > 1:
             self._patience.stop()
         self._wake.set()
@@ -114,34 +121,48 @@ class Uploader:
                     self._patience.stop()
 
     async def _live(self, trainer_gone: bool) -> Ending:
-        async with contextlib.AsyncExitStack() as stack:
-            stack.callback(self._ledger.close)
-            succeeds = self._ledger.uploader_pid != 0
-            self._ledger.uploader_pid = os.getpid()
-            if trainer_gone:
-                self._gone.set()
-            else:
-                watch = watching(self._info.trainer_pid, self._info.trainer_start)
-                self._gone = await stack.enter_async_context(watch)
-            self._in_background(stack, self._mourn())
-            store = await self._patience.insist("opening the store", self._open_store)
-            stack.push_async_callback(store.close)
-            start = await self._patience.insist(
-                "reading the store", lambda: resume_point(store, self._info.session)
-            )
-            if start.last is None or start.last.state == "active":
-                self._in_background(stack, self._beat(store))
-                announcer = Announcer(store, self._info.run.run_id, self._info.session)
-                stack.push_async_callback(announcer.close)
-                committer = self._make_committer(store, start, announcer, succeeds=succeeds)
-                ending = await self._upload(committer, start, stack)
-                await committer.confirm()
-            else:
-                self._catch_up(start)
-                ending = Ending(start.last.state, start.last.reason)
-            await self._summarise(store, start)
-            self._ledger.trouble, self._ledger.uploader_pid = "", 0
+        async with contextlib.AsyncExitStack() as afterwards:
+            async with contextlib.AsyncExitStack() as stack:
+                store, ending = await self._work(stack, afterwards, trainer_gone)
+            self._spool.remove()
+            if not self.hurries:
+                await self._merge(store)
             return ending
+
+    async def _work(
+        self,
+        stack: contextlib.AsyncExitStack,
+        afterwards: contextlib.AsyncExitStack,
+        trainer_gone: bool,
+    ) -> tuple[Store, Ending]:
+        stack.callback(self._ledger.close)
+        succeeds = self._ledger.uploader_pid != 0
+        self._ledger.uploader_pid = os.getpid()
+        if trainer_gone:
+            self._gone.set()
+        else:
+            watch = watching(self._info.trainer_pid, self._info.trainer_start)
+            self._gone = await stack.enter_async_context(watch)
+        self._in_background(stack, self._mourn())
+        store = await self._patience.insist("opening the store", self._open_store)
+        afterwards.push_async_callback(store.close)
+        start = await self._patience.insist(
+            "reading the store",
+            lambda: resume_point(store, self._info.session, tidy=succeeds),
+        )
+        if start.last is None or start.last.state == "active":
+            self._in_background(stack, self._beat(store))
+            announcer = Announcer(store, self._info.run.run_id, self._info.session)
+            stack.push_async_callback(announcer.close)
+            committer = self._make_committer(store, start, announcer, succeeds=succeeds)
+            ending = await self._upload(committer, start, stack)
+            await committer.confirm()
+        else:
+            self._catch_up(start)
+            ending = Ending(start.last.state, start.last.reason)
+        await self._summarise(store, start)
+        self._ledger.trouble, self._ledger.uploader_pid = "", 0
+        return store, ending
 
     async def _open_store(self) -> Store:
         opening = functools.partial(open_store, self._info.out_dir, deadline_s=_DEADLINE_S)
@@ -152,6 +173,7 @@ class Uploader:
     ) -> Committer:
         def note(manifest: RankManifest) -> None:
             self._summary.note(manifest)
+            self._layouts.update(entry.layout for entry in manifest.steps if entry.layout)
             announcer.stored(manifest.seq)
 
         self._committer = Committer(
@@ -196,6 +218,22 @@ class Uploader:
 
         with contextlib.suppress(SmdistError, OSError, ValueError, asyncio.TimeoutError):
             await asyncio.wait_for(write(), _SUMMARY_S)
+
+    async def _merge(self, store: Store) -> None:
+        """Once our rank is through, and only if all are. It is left at any moment without harm."""
+        rank = Rank(self._info.session, len(self._layouts), self._summary.nbytes)
+        task = self._merging = asyncio.ensure_future(merge_if_last(store, rank))
+        try:
+            await asyncio.wait([task], timeout=_MERGE_S)
+        finally:
+            task.cancel()
+        # Time to give back the right to write, should it hold it.
+        await asyncio.wait([task], timeout=_FAREWELL_S)
+        if task.done() and not task.cancelled():
+            error = task.exception()
+            note = task.result() if error is None else f"the run was not merged: {error!r}"
+            if note:
+                self._say(note)
 
     # -- the loop --------------------------------------------------------------------------------
 
@@ -374,7 +412,6 @@ def _work(spool: Spool) -> int:
             # Told to stop beside a living rank: its supervisor may start another one.
             again = uploader.hurries > 1 and alive(info.trainer_pid, info.trainer_start)
             return 1 if again else LEFT_BEHIND
-        spool.remove()
     return 0
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -57,6 +57,8 @@ T = TypeVar("T")
 _SESSION = re.compile(r"sessions/worker_(\d+)/(\d+)\.json")
 _SUMMARY = re.compile(r"summaries/worker_(\d+)/(\d+)\.json")
 _MANIFEST = re.compile(r"manifests/worker_(\d+)/(\d+)-(\d+)\.json")
+
+_PAGE = 1000  # keys that a listing of a bucket gives at once
 
 Owner = tuple[int, int]
 """Attempt and rank."""
@@ -149,6 +151,10 @@ class Loader:
         if any(key not in self._sessions for key in await self._list_sessions()):
             return True
         rest = [owner for owner, progress in self._progress.items() if not progress.ended]
+        manifests = sum(progress.next for progress in self._progress.values())
+        if len(rest) > 1 + manifests // _PAGE:
+            # A whole job was lost: one listing takes fewer requests than one for each rank.
+            return bool(self._lacking(await self._store.list("manifests/")))
         return any(await self._each(self._has_next, rest))
 
     async def _has_next(self, owner: Owner) -> bool:
@@ -262,6 +268,9 @@ class Loader:
             live = [owner for owner in live if self._progress[owner].upto]
         for some in await self._each(self._list, live):
             keys += some
+        return self._lacking(keys)
+
+    def _lacking(self, keys: Iterable[str]) -> list[_Fresh]:
         found = []
         for key in keys:
             if match := _MANIFEST.fullmatch(key):

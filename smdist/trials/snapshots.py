@@ -53,6 +53,8 @@ class Snapshot:
     layouts: Mapping[str, Layout]
 
     def fresh(self, now: float) -> bool:
+        if not self.pointer.interval_s:  # whoever wrote it did not stay
+            return False
         # A clock that is far ahead of ours says nothing either.
         age = abs(now - self.pointer.time)
         return age <= _FRESH_INTERVALS * self.pointer.interval_s + _FRESH_MARGIN_S

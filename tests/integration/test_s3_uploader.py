@@ -70,14 +70,20 @@ def test_uploads_that_killed_writers_left_are_swept(
         key = f"run/segments/worker_0/000000-{seq:08d}-dead.safetensors"
         client.create_multipart_upload(Bucket=bucket, Key=key)
     client.create_multipart_upload(Bucket=bucket, Key="run/segments/worker_1/000000-00000000-x")
-    job = Job(root=str(tmp_path / "spools"), out_dir=rclone.url(bucket), upload=QUICK)
+    job = Job(root=str(tmp_path / "spools"), out_dir=rclone.url(bucket), upload=QUICK, ends="wait")
     with rank_process(job, tmp_path) as rank:
-        rank.next("ended")
-        until(lambda: not rank.spool.exists(), "the end of the uploader")
+        rank.next("open")
+        until(rank.uploader_pid, "an uploader")
+        killed = rank.uploader_pid()
+        os.kill(killed, signal.SIGKILL)
+        until(lambda: rank.uploader_pid() not in (0, killed), "another one")
+        rank.popen.kill()
         rank.rest()
+        rank.popen.wait()
+        until(lambda: not rank.spool.exists(), "the end of the uploader")
     assert rclone.uploads(bucket) == ["run/segments/worker_1/000000-00000000-x"], "not ours"
     stored = read_store(stored_in(rclone, bucket), job.elements)
-    assert stored.last.state == "ended"
+    assert stored.last.state == "lost"
     assert_exactly_once(stored, rank)
 
 

@@ -261,10 +261,7 @@ class BaseHook(HookParts[T]):
             self._retire()
             left = self._outlet.close(reason, self._close_timeout_s if timeout is None else timeout)
         if left:
-            try:
-                raise DrainTimeout(left)
-            except DrainTimeout as error:
-                self._mishaps.handle(error, "closing")
+            self._mishaps.left(DrainTimeout(left))
 
     def _retire(self) -> None:
         """Nothing will be saved any more: cost nothing from here on."""

@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Callable
 
-from smdist.errors import ConfigurationError, StoreForbidden
+from smdist.errors import ConfigurationError, DrainTimeout, StoreForbidden
 
 __all__ = ["Mishaps"]
 
@@ -45,6 +45,13 @@ class Mishaps:
         # may be all that tells two tensors apart.
         kind = _NUMBER.sub("#", message) if _STEP.fullmatch(doing) else message
         self._tell(kind, message, error)
+
+    def left(self, error: DrainTimeout) -> None:
+        """After the end: what is not stored, and how to send it. Words are all that helps then."""
+        if self._raises:
+            raise error
+        self.count += 1
+        self._log.warning("%s", error)
 
     def trouble(self, message: str) -> None:
         self._tell(message, message)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from os import PathLike
+from threading import TIMEOUT_MAX
 from typing import Any, ClassVar, Literal, cast
 
 from typing_extensions import Self
@@ -11,6 +12,7 @@ from typing_extensions import Self
 from smdist.config import TENSORFLOW, Framework, HookConfig
 from smdist.reduction import ReductionConfig
 from smdist.schedule import SaveConfig
+from smdist.values import number
 from smdist.workers.hook import CLOSE_TIMEOUT_S, BaseHook
 from smdist.workers.outlet import Whereabouts
 from smdist.workers.tf_collection import Collection
@@ -73,7 +75,8 @@ class TensorflowHook(BaseHook[Array]):
         where = Whereabouts(
             rank, world_size, attempt, None if spool_dir is None else str(spool_dir)
         )
-        self._build(config, where, close_timeout_s)
+        timeout_s = min(number("close_timeout_s", close_timeout_s), TIMEOUT_MAX)
+        self._build(config, where, timeout_s)
 
     @classmethod
     def create_from_json_file(cls, json_file_path: str | PathLike[str] | None = None) -> Self:

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 
+from smdist.errors import DrainTimeout
 from smdist.workers.mishaps import Mishaps
 
 
@@ -33,3 +34,16 @@ def test_tensors_that_differ_in_a_number_are_each_named(caplog: pytest.LogCaptur
         fail(mishaps, "no", f"capturing gradient/Net_{layer}.weight")
         mishaps.trouble(f"Net_{layer}.weight was not captured")
     assert (mishaps.count, len(caplog.records)) == (6, 4)
+
+
+def test_what_is_left_at_the_end_is_said_without_a_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    mishaps = Mishaps("warn", logging.getLogger("smdist"))
+    mishaps.left(DrainTimeout("3 MiB were not stored; send them with: smdist recover"))
+    (record,) = caplog.records
+    assert record.getMessage() == "3 MiB were not stored; send them with: smdist recover"
+    assert record.exc_info is None
+    assert mishaps.count == 1
+    with pytest.raises(DrainTimeout):
+        Mishaps("raise", logging.getLogger("smdist")).left(DrainTimeout("some"))

@@ -1,6 +1,7 @@
-/* smdist._kernel: the two things the training thread does on a captured step.
+/* smdist._kernel: what the training thread does on a captured step.
  *
  *   copy        many memcpy in one call
+ *   record      one memcpy, then the journal's frame that says where it went
  *   statistics  one row of sufficient statistics per tensor, in one pass over memory
  *   populate    make the pages of a mapping resident before they are needed
  *
@@ -534,6 +535,93 @@ done:
     Py_RETURN_NONE;
 }
 
+/* ---- record ------------------------------------------------------------------------------ */
+
+#define FRAME_HEAD 8  /* length and checksum of the payload, little endian */
+#define MOST_OPENING 32
+#define PAYLOAD_REST 28
+
+/* Four bits at a time: a frame is too short for more, and the table is one line of the cache. */
+static uint32_t crc32c(const unsigned char *data, size_t n) {
+    static const uint32_t table[16] = {
+        0x00000000, 0x105ec76f, 0x20bd8ede, 0x30e349b1, 0x417b1dbc, 0x5125dad3, 0x61c69362,
+        0x7198540d, 0x82f63b78, 0x92a8fc17, 0xa24bb5a6, 0xb21572c9, 0xc38d26c4, 0xd3d3e1ab,
+        0xe330a81a, 0xf36e6f75,
+    };
+    uint32_t crc = UINT32_MAX;
+    for (size_t i = 0; i < n; i++) {
+        crc ^= data[i];
+        crc = crc >> 4 ^ table[crc & 15];
+        crc = crc >> 4 ^ table[crc & 15];
+    }
+    return ~crc;
+}
+
+/* msgpack: a byte that says what follows, then `bytes` of it, the highest first. */
+static unsigned char *pack(unsigned char *at, unsigned char what, uint64_t value, int bytes) {
+    *at++ = what;
+    while (bytes--) *at++ = (unsigned char)(value >> 8 * bytes);
+    return at;
+}
+
+typedef struct {
+    const char *opening;
+    Py_ssize_t opening_bytes;
+    double when;
+    uint64_t kind, arena, offset;
+} Record;
+
+/* The padded length. A reader that looks meanwhile finds no length there, so the head is last. */
+static size_t frame_write(char *frame, const Record *record) {
+    unsigned char payload[MOST_OPENING + PAYLOAD_REST], head[FRAME_HEAD], *at = payload;
+    uint64_t when;
+    memcpy(&when, &record->when, sizeof when);
+    memcpy(at, record->opening, (size_t)record->opening_bytes);
+    at = pack(at + record->opening_bytes, 0xcb, when, 8);
+    at = pack(at, 0xce, record->kind, 4);
+    at = pack(at, 0xce, record->arena, 4);
+    at = pack(at, 0xcf, record->offset, 8);
+    size_t length = (size_t)(at - payload);
+    uint64_t both = (uint64_t)crc32c(payload, length) << 32 | length;
+    for (int i = 0; i < FRAME_HEAD; i++) head[i] = (unsigned char)(both >> 8 * i);
+    memcpy(frame + FRAME_HEAD, payload, length);
+    memcpy(&both, head, sizeof both);
+    __atomic_store_n((uint64_t *)(void *)frame, both, __ATOMIC_RELEASE);
+    return FRAME_HEAD + (length + 7) / 8 * 8;
+}
+
+static PyObject *kernel_record(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    (void)module;
+    Record record;
+    uint64_t target, source, size, frame;
+    char *opening;
+    if (arguments("record", nargs, 9) < 0 || as_uint64(args[0], &target) < 0 ||
+        as_uint64(args[1], &source) < 0 || as_uint64(args[2], &size) < 0 ||
+        as_uint64(args[3], &frame) < 0 ||
+        PyBytes_AsStringAndSize(args[4], &opening, &record.opening_bytes) < 0 ||
+        as_uint64(args[6], &record.kind) < 0 || as_uint64(args[7], &record.arena) < 0 ||
+        as_uint64(args[8], &record.offset) < 0)
+        return NULL;
+    record.opening = opening;
+    record.when = PyFloat_AsDouble(args[5]);
+    if (record.when == -1.0 && PyErr_Occurred()) return NULL;
+    if (!frame || frame % FRAME_HEAD || (size && !(target && source)) ||
+        record.opening_bytes > MOST_OPENING || record.kind > UINT32_MAX ||
+        record.arena > UINT32_MAX) {
+        PyErr_SetString(PyExc_ValueError, "record(): an address or a number that cannot be");
+        return NULL;
+    }
+    Move move = {(char *)(uintptr_t)target, (const char *)(uintptr_t)source, (size_t)size};
+    if (size <= KEEP_GIL_BYTES)
+        moves_run(&move, 1);
+    else {
+        Py_BEGIN_ALLOW_THREADS
+        moves_run(&move, 1);
+        Py_END_ALLOW_THREADS
+    }
+    return PyLong_FromSize_t(frame_write((char *)(uintptr_t)frame, &record));
+}
+
 /* ---- statistics -------------------------------------------------------------------------- */
 
 static int tensors_parse(const Items *items, Item *tensors, uint64_t *total) {
@@ -690,6 +778,9 @@ static PyObject *kernel_variants(PyObject *module, PyObject *unused) {
 static PyMethodDef METHODS[] = {
     {"copy", (PyCFunction)(void (*)(void))kernel_copy, METH_FASTCALL,
      "copy(targets, sources, sizes, /)\n--\n\nCopy many ranges of memory that do not overlap."},
+    {"record", (PyCFunction)(void (*)(void))kernel_record, METH_FASTCALL,
+     "record(target, source, size, frame, opening, when, kind, arena, offset, /)\n--\n\n"
+     "Copy, then write the journal's frame that says so; how long that is."},
     {"statistics", (PyCFunction)(void (*)(void))kernel_statistics, METH_FASTCALL,
      "statistics(addresses, counts, dtypes, out, stride, /)\n--\n\n"
      "Write one row of ten float64 per tensor at out + i * stride."},

@@ -1,6 +1,18 @@
 from collections.abc import Sequence
 
 def copy(targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], /) -> None: ...
+def record(
+    target: int,
+    source: int,
+    size: int,
+    frame: int,
+    opening: bytes,
+    when: float,
+    kind: int,
+    arena: int,
+    offset: int,
+    /,
+) -> int: ...
 def statistics(
     addresses: Sequence[int],
     counts: Sequence[int],

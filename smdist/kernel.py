@@ -25,8 +25,10 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import struct
 from typing import TYPE_CHECKING, Any, Final
 
+import google_crc32c
 import ml_dtypes
 import numpy as np
 
@@ -43,6 +45,7 @@ __all__ = [
     "copy",
     "merge",
     "populate",
+    "record",
     "statistics",
     "values",
 ]
@@ -99,6 +102,8 @@ _MEANT: Final = {
 DTYPES: Final = frozenset(_STORED)
 """Codes of the types that have statistics: all but the complex ones."""
 
+_MOST_OPENING = 32
+_REST, _HEAD = struct.Struct(">BdBIBIBQ"), struct.Struct("<II")
 _CHUNK = 1 << 14  # elements; as float64, with temporaries, they stay in the second-level cache
 
 
@@ -217,6 +222,35 @@ class NumpyKernel:
             ctypes.memmove(target, source, size)
 
     @staticmethod
+    def record(
+        target: int,
+        source: int,
+        size: int,
+        frame: int,
+        opening: bytes,
+        when: float,
+        kind: int,
+        arena: int,
+        offset: int,
+        /,
+    ) -> int:
+        if (
+            min(target, source, size, kind, arena, offset) < 0
+            or frame <= 0
+            or frame % _HEAD.size
+            or (size and not (target and source))
+            or len(opening) > _MOST_OPENING
+            or max(kind, arena) >= 1 << 32
+        ):
+            raise ValueError("record(): an address or a number that cannot be")
+        ctypes.memmove(target, source, size)
+        payload = opening + _REST.pack(0xCB, when, 0xCE, kind, 0xCE, arena, 0xCF, offset)
+        head = _HEAD.pack(len(payload), google_crc32c.value(payload))
+        ctypes.memmove(frame + _HEAD.size, payload, len(payload))
+        ctypes.memmove(frame, head, _HEAD.size)
+        return _HEAD.size + len(payload) + (-len(payload) % 8)
+
+    @staticmethod
     def statistics(
         addresses: Sequence[int],
         counts: Sequence[int],
@@ -278,6 +312,14 @@ _chosen: Any = _compiled if compiled else NumpyKernel
 # Bound as they are, without a Python frame around each call.
 copy: Callable[[Sequence[int], Sequence[int], Sequence[int]], None] = _chosen.copy
 """copy(targets, sources, sizes): copy many ranges of bytes; a target overlaps no source."""
+
+record: Callable[[int, int, int, int, bytes, float, int, int, int], int] = _chosen.record
+"""record(target, source, size, frame, opening, when, kind, arena, offset): copy, then say so.
+
+What it says is a `Part` in a frame of the journal, at the address `frame`, a multiple of 8 with 72
+bytes of room. `opening` is the beginning of the record as it is encoded, up to its time. The bytes
+are in their place before the frame is; the length of that comes back.
+"""
 
 statistics: Callable[[Sequence[int], Sequence[int], Sequence[str], int, int], None]
 statistics = _chosen.statistics

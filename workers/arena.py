@@ -19,7 +19,7 @@ from pathlib import Path
 from smdist import kernel
 from smdist.workers.freelist import FreeList
 
-__all__ = ["Arena", "arena_name"]
+__all__ = ["ALIGNMENT", "Arena", "arena_name", "rounded"]
 
 ALIGNMENT = 64
 GROWTH = 2 << 20
@@ -29,7 +29,7 @@ def arena_name(index: int) -> str:
     return f"arena-{index}"
 
 
-def _rounded(nbytes: int, unit: int) -> int:
+def rounded(nbytes: int, unit: int = ALIGNMENT) -> int:
     return nbytes + (-nbytes % unit)
 
 
@@ -37,7 +37,7 @@ class Arena:
     """Owned by the training process; `take` and `give` may be called from any of its threads."""
 
     def __init__(self, path: Path, capacity: int) -> None:
-        self.capacity = _rounded(capacity, mmap.PAGESIZE)
+        self.capacity = rounded(capacity, mmap.PAGESIZE)
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(self._fd, self.capacity)
@@ -66,20 +66,23 @@ class Arena:
         """Bytes reserved and free: what can be taken without asking the kernel for pages."""
         return self._list.free_bytes
 
-    def take(self, nbytes: int) -> int:
-        """Offset of a range, -1 when the limit leaves no room. OSError when the file system does."""
-        need = _rounded(nbytes, ALIGNMENT)
+    def take(self, nbytes: int, *, grow: bool = True) -> int:
+        """Offset of a range, -1 when the limit leaves no room. OSError when the file system does.
+
+        Without `grow`, of what is reserved already.
+        """
+        need = rounded(nbytes)
         while True:
             with self._lock:
                 offset = self._list.take(need)
             if offset >= 0:
                 return offset
-            if not self._grow(need, warm=False):
+            if not grow or not self._grow(need, warm=False):
                 return -1
 
     def give(self, offset: int, nbytes: int) -> None:
         with self._lock:
-            self._list.give(offset, _rounded(nbytes, ALIGNMENT))
+            self._list.give(offset, rounded(nbytes))
 
     def warm(self, nbytes: int) -> None:
         """Reserve `nbytes` more, if the limit allows, and fault their pages in."""
@@ -88,7 +91,7 @@ class Arena:
     def _grow(self, nbytes: int, *, warm: bool) -> bool:
         with self._growing:
             start = self._reserved
-            size = min(_rounded(nbytes, GROWTH), self.capacity - start)
+            size = min(rounded(nbytes, GROWTH), self.capacity - start)
             if size < nbytes and not (size > 0 and self._tail_fits(nbytes, size)):
                 return False
             os.posix_fallocate(self._fd, start, size)

@@ -2,6 +2,9 @@
 
 Called by `Capture` under its lock. A range taken is pinned with the ordinal of the journal record
 that names it, and free again once the uploader has acknowledged that ordinal.
+
+Parts that come one by one, and whose record follows at once, are cut from a *strip*, one after the
+other: it is taken, pinned and freed as one range.
 """
 
 from __future__ import annotations
@@ -11,10 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from smdist.workers.arena import Arena, arena_name
+from smdist.workers.arena import Arena, arena_name, rounded
 from smdist.workers.spool import Spool, no_room
 
-__all__ = ["Buffer", "Spot"]
+__all__ = ["Buffer", "Spot", "Strip"]
+
+STRIP_BYTES = 8 << 20
+_STRIP_SHARE = 16  # that part of the buffer at most
 
 
 class Spot(NamedTuple):
@@ -28,6 +34,15 @@ class Spot(NamedTuple):
         return self.offset + self.nbytes
 
 
+class Strip:
+    """Its next part goes to `at`, in an arena that begins at `address`, and moves that on."""
+
+    __slots__ = ("address", "arena", "at", "end", "start")
+
+    def __init__(self) -> None:
+        self.arena = self.address = self.start = self.at = self.end = 0
+
+
 class Buffer:
     def __init__(self, spool: Spool, limit_bytes: int, say: Callable[[str], None]) -> None:
         self.limit_bytes = limit_bytes
@@ -37,6 +52,8 @@ class Buffer:
         # Plain tuples of numbers: the garbage collector does not follow those. Objects that pile up
         # here by the thousand would make it go through all of the training script's, again and again.
         self._pinned: deque[tuple[int, int, int, int]] = deque()
+        self.strip = Strip()
+        self._strip_bytes = rounded(min(STRIP_BYTES, limit_bytes // _STRIP_SHARE))
 
     @property
     def used_bytes(self) -> int:
@@ -61,6 +78,32 @@ class Buffer:
         if self._full == [True] and self._add_overflow(nbytes):
             return self.take(nbytes)
         return None
+
+    def renew(self, nbytes: int, ordinal: int) -> bool:
+        """Have a strip with room for `nbytes`; the last record so far is `ordinal`. False: no room.
+
+        It is of memory that is at hand: more than `nbytes` is not asked for.
+        """
+        self.retire(ordinal)
+        size = max(rounded(nbytes), self._strip_bytes)
+        offset = self._arenas[0].take(size, grow=False)
+        spot = Spot(0, offset, size, 0) if offset >= 0 else self.take(rounded(nbytes))
+        if spot is None:
+            return False
+        strip = self.strip
+        strip.arena, strip.address = spot.arena, self._arenas[spot.arena].address
+        strip.start = strip.at = spot.offset
+        strip.end = spot.end
+        return True
+
+    def retire(self, ordinal: int) -> None:
+        """Pin what was cut from the strip with the last record so far, give back the rest."""
+        strip = self.strip
+        if strip.at > strip.start:
+            self._pinned.append((ordinal, strip.arena, strip.start, strip.at - strip.start))
+        if strip.end > strip.at:
+            self._arenas[strip.arena].give(strip.at, strip.end - strip.at)
+        strip.start = strip.at = strip.end = 0
 
     def view(self, spot: Spot) -> memoryview:
         return self._arenas[spot.arena].view[spot.offset : spot.end]

@@ -27,12 +27,13 @@ from smdist import kernel
 from smdist.identity import StepRef
 from smdist.record import Close, Describe, Drop, End, Flush, Inline, Part, Record, Trouble
 from smdist.statistics import measure_into
+from smdist.workers.arena import ALIGNMENT
 from smdist.workers.buffer import Buffer, Spot
 from smdist.workers.deferred import Deferred
 from smdist.workers.host import Host, Wait
 from smdist.workers.journal import JournalFileFull, JournalWriter
 from smdist.workers.ledger import Ledger
-from smdist.workers.part import PartPlan
+from smdist.workers.part import INLINE_BYTES, PartPlan
 from smdist.workers.spool import Doorbell, Spool
 from smdist.workers.warmer import Warmer
 
@@ -40,7 +41,6 @@ __all__ = ["Capture", "CaptureLimits", "Usage"]
 
 T = TypeVar("T")
 
-INLINE_BYTES = 512
 _STEPS_AHEAD = 3  # warm room for so many steps of the size last seen
 _MOST_TROUBLES = 100
 _PATIENCE_S = 2.0  # a longer wait for room is told to the user
@@ -80,12 +80,12 @@ class Capture(Generic[T]):
         self._buffer = Buffer(spool, limits.buffer_bytes, say)
         self._warmer = Warmer(self._buffer)
         self._deferred = Deferred(lambda error: self.trouble(f"device copy failed: {error}"))
-        self._lock = threading.Condition(threading.RLock())
+        self._lock = threading.RLock()
+        self._room = threading.Condition(self._lock)
         self._kinds: dict[PartPlan, int] = {}
         self._scratch = bytearray(INLINE_BYTES)
         self._scratch_address = kernel.address_of(self._scratch)
         self._ref: StepRef | None = None
-        self._where = (0, 0, 0)  # the same, as records have it
         self._is_open = self._planned = False
         self._step_bytes = 0
         self._captured_bytes = self._captured_steps = 0
@@ -112,7 +112,8 @@ class Capture(Generic[T]):
             self.close_step()
             self._ref, self._is_open, self._step_bytes = ref, True, 0
             self._planned = planned
-            self._where = (ref.mode.value, ref.mode_step, ref.step)
+            self._journal.begin(ref.mode.value, ref.mode_step, ref.step)
+            self._buffer.retire(self._journal.next_ordinal - 1)
             self._buffer.reclaim(self._ledger.acked)
 
     def close_step(self) -> None:
@@ -131,11 +132,11 @@ class Capture(Generic[T]):
             ref = self._ref
             if ref is None or self._ended:
                 return False
-            if not self._deferred.busy:
-                if plan.nbytes <= INLINE_BYTES:
-                    return self._save_inline(ref, plan, tensors)
+            if not self._deferred.pending:
                 if plan.single and self._save_single(plan, tensors[0]):
                     return True
+                if plan.nbytes <= INLINE_BYTES:
+                    return self._save_inline(ref, plan, tensors)
             return self._save_in_arena(ref, plan, tensors)
 
     # -- the rest of what a hook says ----------------------------------------------------------
@@ -240,19 +241,18 @@ class Capture(Generic[T]):
         kind, address = self._kinds.get(plan), self._host.address(tensor)
         if kind is None or not address:
             return False
-        spot = self._buffer.take(plan.nbytes)
-        if spot is None:
+        journal, strip, nbytes = self._journal, self._buffer.strip, plan.nbytes
+        left = strip.end - strip.at
+        if left < nbytes and not self._buffer.renew(nbytes, journal.next_ordinal - 1):
             return False
-        kernel.copy((spot.address + plan.raw_offsets[0],), (address,), plan.raw_sizes)
-        stamp = (*self._where, time.time())
+        at = strip.at
         try:
-            ordinal = self._journal.append(Part(*stamp, kind, spot.arena, spot.offset))
+            journal.put(strip.address + at, address, nbytes, kind, strip.arena, at)
         except JournalFileFull:
-            self._commit_part(plan, stamp, spot)
-        else:
-            self._buffer.pin(spot, ordinal)
-        self._captured_bytes += plan.nbytes
-        self._step_bytes += plan.nbytes
+            return False
+        strip.at = at + nbytes + -nbytes % ALIGNMENT
+        self._captured_bytes += nbytes
+        self._step_bytes += nbytes
         return True
 
     def _save_in_arena(self, ref: StepRef, plan: PartPlan, tensors: Sequence[T]) -> bool:
@@ -267,7 +267,7 @@ class Capture(Generic[T]):
             raise
         stamp = self._stamp(ref)
 
-        if waits or self._deferred.busy:
+        if waits or self._deferred.pending:
             self._deferred.submit(waits, lambda: self._commit_part(plan, stamp, spot))
         else:
             self._commit_part(plan, stamp, spot)
@@ -342,6 +342,7 @@ class Capture(Generic[T]):
 
     def _wait_for_room(self, ref: StepRef, nbytes: int) -> Spot | str:
         """The buffer is full: do what `on_full` says. A text is the reason to drop."""
+        self._buffer.retire(self._journal.next_ordinal - 1)
         self._buffer.reclaim(self._ledger.acked)
         spot = self._buffer.take(nbytes)
         if spot is not None:
@@ -369,7 +370,7 @@ class Capture(Generic[T]):
             if not self._attended():
                 return None
             self._doorbell.ring()
-            self._lock.wait(min(0.0005 + waited / 20, 0.02))  # lets other threads commit meanwhile
+            self._room.wait(min(0.0005 + waited / 20, 0.02))  # lets other threads commit meanwhile
             self._buffer.reclaim(self._ledger.acked)
             spot = self._buffer.take(nbytes)
             if spot is not None:
@@ -399,7 +400,7 @@ class Capture(Generic[T]):
 
     def _commit(self, record: Record) -> None:
         """Append a record that names no part, in order with parts that wait for a device."""
-        if self._deferred.busy:
+        if self._deferred.pending:
             self._deferred.submit((), lambda: self._append_locked(record))
         else:
             self._append(record)

@@ -23,16 +23,12 @@ class Deferred:
         )
         self._on_error = on_error
         self._idle = threading.Condition()
-        self._pending = 0
+        self.pending = 0
         self._thread: threading.Thread | None = None
-
-    @property
-    def busy(self) -> bool:
-        return self._pending > 0
 
     def submit(self, waits: Sequence[Wait], action: Callable[[], None]) -> None:
         with self._idle:
-            self._pending += 1
+            self.pending += 1
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="smdist-deferred", daemon=True)
             self._thread.start()
@@ -40,7 +36,7 @@ class Deferred:
 
     def join(self, timeout_s: float) -> bool:
         with self._idle:
-            return self._idle.wait_for(lambda: self._pending == 0, timeout_s)
+            return self._idle.wait_for(lambda: self.pending == 0, timeout_s)
 
     def _run(self) -> None:
         while True:
@@ -53,5 +49,5 @@ class Deferred:
                 self._on_error(error)
             finally:
                 with self._idle:
-                    self._pending -= 1
+                    self.pending -= 1
                     self._idle.notify_all()

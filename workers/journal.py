@@ -25,6 +25,7 @@ from collections.abc import Callable
 import google_crc32c
 import msgspec
 
+from smdist import kernel
 from smdist.errors import SpoolUnavailable
 from smdist.record import Declare, Inline, Part, Piece, Record, Trouble
 from smdist.workers.spool import Spool, no_room
@@ -36,6 +37,8 @@ _MAGIC = b"smdjrnl1"
 _HEADER = struct.Struct("<8sQ")
 _FRAME = struct.Struct("<II")
 _CONTINUED = 0xFFFFFFFF
+_REST = len(msgspec.msgpack.encode((0.0, 0, 0, 0))) - 1  # of a part: its time and what follows
+_MOST_PART = 72  # bytes of its frame
 _NAME = re.compile(r"journal-(\d{6,})")
 
 
@@ -60,7 +63,9 @@ class JournalWriter:
         self._encode: Callable[[Record], bytes] = msgspec.msgpack.Encoder().encode
         self.generation = -1  # index of the current file
         self.next_ordinal = 0
-        self._fd, self._at, self._size = -1, 0, 0
+        self._map: mmap.mmap | None = None
+        self._at = self._end = self._address = 0
+        self._opening = b""
         self._rotate(0)
 
     def append(self, record: Record) -> int:
@@ -70,51 +75,87 @@ class JournalWriter:
         """
         payload = self._encode(record)
         need = _padded(len(payload))
-        if self._at + need + _FRAME.size > self._size:
+        if self._at + need > self._end:
             raise JournalFileFull
-        frame = _FRAME.pack(len(payload), google_crc32c.value(payload)) + payload
-        if os.pwrite(self._fd, frame, self._at) != len(frame):
-            raise SpoolUnavailable(f"a journal record in {self._spool.path} was cut short")
+        self._write(
+            self._map, self._at, _FRAME.pack(len(payload), google_crc32c.value(payload)) + payload
+        )
         self._at += need
         self.next_ordinal += 1
         return self.next_ordinal - 1
 
+    def begin(self, mode: int, mode_step: int, step: int) -> None:
+        """The step of the parts that `put` will record."""
+        self._opening = self._encode(Part(mode, mode_step, step, 0.0, 0, 0, 0))[:-_REST]
+
+    def put(
+        self, target: int, source: int, nbytes: int, kind: int, arena: int, offset: int
+    ) -> None:
+        """Copy a part into the arena, and append the record of it; as little as that can take."""
+        at = self._at
+        if at + _MOST_PART > self._end:
+            raise JournalFileFull
+        self._at = at + kernel.record(
+            target,
+            source,
+            nbytes,
+            self._address + at,
+            self._opening,
+            time.time(),
+            kind,
+            arena,
+            offset,
+        )
+        self.next_ordinal += 1
+
+    def _write(self, file: mmap.mmap | None, at: int, data: bytes) -> None:
+        assert file is not None
+        file[at : at + len(data)] = data
+
     def make_room(self, records: tuple[Record, ...]) -> None:
         """Go on in a new file that surely has room for `records`; all declarations are void then."""
+        if self._map is None:
+            raise SpoolUnavailable(f"the journal in {self._spool.path} is closed")
         self._rotate(sum(_padded(len(self._encode(record))) for record in records))
 
     def _rotate(self, need: int) -> None:
         size = max(self._file_bytes, _HEADER.size + need + 2 * _FRAME.size)
         name = _file_name(self.generation + 1)
-        descriptor = _reserve(self._spool, name, size)
-        os.pwrite(descriptor, _HEADER.pack(_MAGIC, self.next_ordinal), 0)
-        if self._fd >= 0:
-            os.pwrite(self._fd, _FRAME.pack(_CONTINUED, 0), self._at)
-            os.close(self._fd)
-        self._fd, self._at, self._size = descriptor, _HEADER.size, size
+        new = _reserve(self._spool, name, size)
+        self._write(new, 0, _HEADER.pack(_MAGIC, self.next_ordinal))
+        if self._map is not None:
+            self._write(self._map, self._at, _FRAME.pack(_CONTINUED, 0))
+            self._map.close()
+        self._map, self._address = new, kernel.address_of(new)
+        self._at, self._end = _HEADER.size, size - _FRAME.size  # a frame that leads on fits, always
         self.generation += 1
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self._map is not None:
+            self._map.close()
+            self._map, self._end = None, self._at
 
 
-def _reserve(spool: Spool, name: str, size: int) -> int:
-    """A new file of `size` bytes that the file system has promised, in memory or on disk."""
+def _reserve(spool: Spool, name: str, size: int) -> mmap.mmap:
+    """A new file of `size` bytes that the file system has promised, in memory or on disk.
+
+    Mapped: what is written to it then survives this process as any write would, and is no call of the
+    operating system.
+    """
     for in_memory in (True, False):
         path, descriptor = (spool.path if in_memory else spool.make_overflow()) / name, -1
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             os.posix_fallocate(descriptor, 0, size)
+            return mmap.mmap(descriptor, size)
         except OSError as error:
             if descriptor >= 0:
-                os.close(descriptor)
                 path.unlink()
             if not no_room(error):
                 raise
-            continue
-        return descriptor
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
     raise SpoolUnavailable(
         f"no room for the journal in {spool.path} nor in {spool.overflow}: free some disk space, or "
         "give another place with spool_dir= or SMDIST_SPOOL_DIR"

@@ -14,8 +14,9 @@ from smdist.planning import TensorPlan
 from smdist.record import Declare, TensorSpec
 from smdist.statistics import columns_for
 
-__all__ = ["PartPlan", "Wanted", "plan_part"]
+__all__ = ["INLINE_BYTES", "PartPlan", "Wanted", "plan_part"]
 
+INLINE_BYTES = 512  # parts up to this size travel in the journal
 _SMALL, _SMALL_ALIGNMENT, _ALIGNMENT = 4096, 8, 64
 
 
@@ -61,7 +62,8 @@ class PartPlan:
         )
         self.measured_dtypes = tuple(tensors[i].dtype for i in self.measured)
         self.stride = 8 * len(columns)
-        self.single = len(tensors) == 1 and bool(self.raw) and not self.measured
+        # One raw tensor and nothing else, as gradients come.
+        self.single = len(tensors) == len(self.raw) == 1 and not columns and nbytes > INLINE_BYTES
 
     def declaration(self, kind: int) -> Declare:
         return Declare(kind, self.columns, self.tensors, self.nbytes)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
+import mmap
 import os
 import signal
 import time
@@ -20,12 +21,13 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from smdist import kernel
 from smdist.errors import StoreError
 from smdist.identity import ModeKeys, StepRef
 from smdist.manifest import Run, Session
 from smdist.pipeline.block import crc32c
 from smdist.planning import TensorPlan
-from smdist.record import Record
+from smdist.record import Part, Record
 from smdist.storage import open_store, s3
 from smdist.workers import capture as capturing
 from smdist.workers import patience
@@ -68,24 +70,40 @@ class MortalJournal(JournalWriter):
     """Dies where the plan says: before a record, in the middle of writing it, or right after."""
 
     def __init__(self, spool: Spool, plan: Plan) -> None:
+        self._plan, self._torn, self._step = plan, False, (0, 0, 0)
         super().__init__(spool, file_bytes=plan.journal_bytes)
-        self._plan = plan
+
+    @property
+    def _due(self) -> bool:
+        return self.next_ordinal == self._plan.dies_at
 
     def append(self, record: Record) -> int:
-        due = self.next_ordinal == self._plan.dies_at
+        due = self._due
         if due and self._plan.dies == "before":
             _die()
-        if due and self._plan.dies == "torn":
-            os.pwrite = _half
+        self._torn = due and self._plan.dies == "torn"
         ordinal = super().append(record)
         if due:
             _die()
         return ordinal
 
+    def put(
+        self, target: int, source: int, nbytes: int, kind: int, arena: int, offset: int
+    ) -> None:
+        if self._due:
+            kernel.copy((target,), (source,), (nbytes,))
+            self.append(Part(*self._step, time.time(), kind, arena, offset))
+        super().put(target, source, nbytes, kind, arena, offset)
 
-def _half(fd: int, data: Any, at: int, _write: Any = os.pwrite) -> NoReturn:
-    _write(fd, data[: len(data) // 2], at)
-    _die()
+    def begin(self, mode: int, mode_step: int, step: int) -> None:
+        self._step = (mode, mode_step, step)
+        super().begin(mode, mode_step, step)
+
+    def _write(self, file: mmap.mmap | None, at: int, data: bytes) -> None:
+        if self._torn:
+            super()._write(file, at, data[: len(data) // 2])
+            _die()
+        super()._write(file, at, data)
 
 
 def _die() -> NoReturn:

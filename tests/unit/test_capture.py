@@ -392,3 +392,95 @@ def test_what_waits_for_the_store_is_no_burden_to_the_garbage_collector(
         assert capture.save(plan, arrays)
     gc.collect()
     assert len(gc.get_objects()) - before < 100
+
+
+def gradients(count: int, nbytes: int = 1000) -> list[tuple[PartPlan, list[Array]]]:
+    """Each a part of its own, as backward brings them."""
+    arrays = [np.full(nbytes, number, np.uint8) for number in range(count)]
+    return [plan_of(**{f"g{i}": array}) for i, array in enumerate(arrays)]
+
+
+def test_tensors_that_come_one_by_one_are_told_apart_and_lie_side_by_side(
+    spool: Spool, make: Callable[..., Capture[Array]]
+) -> None:
+    capture = make()
+    parts = gradients(200, nbytes=5000)
+    for number in range(3):
+        capture.begin(step(number))
+        for plan, arrays in parts:
+            assert capture.save(plan, arrays)
+            np.add(arrays[0], 1, out=arrays[0])
+    found = tensors_of(spool)
+    for number in range(3):
+        for i in range(200):
+            expected = np.full(5000, (i + number) % 256, np.uint8)
+            np.testing.assert_array_equal(found[number, f"g{i}"], expected)
+    spots = {p.record.offset for p in read(spool) if isinstance(p.record, Part)}
+    assert len(spots) == 600
+    assert all(spot % 64 == 0 for spot in spots)
+
+
+def test_what_was_cut_from_one_strip_is_free_once_all_of_it_is_stored(
+    spool: Spool, make: Callable[..., Capture[Array]]
+) -> None:
+    capture = make()
+    ledger = Ledger(spool.path / "ledger")
+    parts = gradients(100)
+    capture.begin(step(0))
+    for plan, arrays in parts:  # each is declared, in a range of its own
+        capture.save(plan, arrays)
+    for number in range(1, 100):
+        capture.begin(step(number))
+        for plan, arrays in parts:
+            assert capture.save(plan, arrays)
+        capture.close_step()
+        last = read(spool)[-1].ordinal
+        ledger.acked = last  # all but the close
+        capture.begin(step(1000 + number), planned=False)
+        assert capture.usage().buffer_bytes == 100 * 1024
+        ledger.acked = last + 2
+        capture.begin(step(5000 + number), planned=False)
+        assert capture.usage().buffer_bytes == 0
+    ledger.close()
+
+
+def test_a_strip_is_no_reason_to_drop_what_would_have_had_room(
+    make: Callable[..., Capture[Array]],
+) -> None:
+    """What is left of it, and what of it is stored, goes to whoever waits for room."""
+    limit = 1 << 20
+    capture = make(buffer_bytes=limit, on_full="drop")
+    parts = gradients(2, nbytes=1024)
+    capture.begin(step(0))
+    for plan, arrays in (*parts, *parts):  # declared, then cut from a strip
+        assert capture.save(plan, arrays)
+    plan, arrays = plan_of(rest=np.zeros(limit - 4 * 1024, np.uint8))
+    assert capture.save(plan, arrays)
+    assert not capture.save(*parts[0])
+
+
+def test_a_step_larger_than_the_buffer_comes_through_gradient_by_gradient(
+    spool: Spool, make: Callable[..., Capture[Array]]
+) -> None:
+    capture = make(buffer_bytes=1 << 20, block_timeout_s=60.0)
+    parts = gradients(16, nbytes=100_000)
+    done = threading.Event()
+
+    def acknowledge() -> None:
+        ledger = Ledger(spool.path / "ledger")
+        while not done.wait(0.001):
+            if pieces := read(spool):
+                ledger.acked = pieces[-1].ordinal + 1
+        ledger.close()
+
+    uploader = threading.Thread(target=acknowledge)
+    uploader.start()
+    try:
+        for number in range(3):
+            capture.begin(step(number))
+            for plan, arrays in parts:
+                assert capture.save(plan, arrays)
+    finally:
+        done.set()
+        uploader.join()
+    assert capture.usage().dropped_tensors == 0

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from smdist import kernel
 from smdist.errors import SpoolUnavailable
 from smdist.manifest import Run, Session
 from smdist.record import Close, Declare, End, Flush, Inline, Part, Record, TensorSpec, Trouble
@@ -299,3 +300,57 @@ def test_a_part_read_back_has_its_declaration(spool: Spool) -> None:
     assert piece.record.ref.step == 3
     writer.close()
     reader.close()
+
+
+def put(writer: JournalWriter, memory: bytearray, kind: int, offset: int) -> None:
+    """Three bytes from the front of the memory to `offset` in it."""
+    base = kernel.address_of(memory)
+    writer.put(base + offset, base, 3, kind, 1, offset)
+
+
+def test_a_part_that_was_put_reads_like_one_that_was_appended(spool: Spool) -> None:
+    writer, reader, memory = JournalWriter(spool), JournalReader(spool), bytearray(b"abc" * 40)
+    where = (1, 1 << 40, (1 << 63) - 1)  # as long as numbers get
+    writer.append(KIND)
+    writer.begin(*where)
+    memory[3:] = bytes(117)
+    put(writer, memory, 0, 48)
+    writer.append(close(0))
+    assert memory[48:52] == b"abc\0"
+    pieces = reader.read()
+    assert [piece.ordinal for piece in pieces] == [0, 1, 2]
+    part = pieces[1].record
+    assert isinstance(part, Part)
+    assert part == Part(*where, part.time, 0, 1, 48)
+    assert pieces[1].kind == KIND
+    writer.close()
+    reader.close()
+
+
+def test_parts_that_are_put_leave_room_for_the_way_on(spool: Spool) -> None:
+    writer, reader = JournalWriter(spool, file_bytes=1000), JournalReader(spool)
+    memory = bytearray(64)
+    writer.append(KIND)
+    for step in range(100):
+        writer.begin(1, step, step)
+        try:
+            put(writer, memory, 0, 8)
+        except JournalFileFull:
+            writer.make_room((KIND,))
+            writer.append(KIND)
+            put(writer, memory, 0, 8)
+    found = [piece.record for piece in reader.read()]
+    assert [record.step for record in found if isinstance(record, Part)] == list(range(100))
+    assert writer.generation > 3
+    writer.close()
+    reader.close()
+
+
+def test_nothing_is_written_to_a_closed_journal(spool: Spool) -> None:
+    writer = JournalWriter(spool)
+    writer.close()
+    with pytest.raises(JournalFileFull):
+        put(writer, bytearray(64), 0, 8)
+    with pytest.raises(SpoolUnavailable, match="closed"):
+        append(writer, close(0))
+    assert len(list(spool.path.glob("journal-*"))) == 1

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import mmap
+import struct
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
+import google_crc32c
 import ml_dtypes
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -421,3 +424,61 @@ def test_address_of() -> None:
         kernel.address_of(array[::2])
     with pytest.raises(ValueError, match="contiguous"):
         kernel.address_of(array.data[::2])
+
+
+def frame_of(
+    implementation: Any, nbytes: int, opening: bytes = b"\x98\xa4part\x01\x02\x03"
+) -> bytes:
+    """The bytes at `frame` after a call, those behind it included."""
+    source = np.arange(nbytes, dtype=np.uint8)
+    target, frame = np.zeros(nbytes + 1, np.uint8), np.zeros(16, np.uint64)
+    length = implementation.record(
+        target.ctypes.data,
+        source.ctypes.data if nbytes else 0,
+        nbytes,
+        frame.ctypes.data,
+        opening,
+        1.7e9,
+        4,
+        1,
+        1 << 40,
+    )
+    np.testing.assert_array_equal(target[:nbytes], source)
+    assert target[nbytes] == 0
+    assert length % 8 == 0
+    assert not frame.view(np.uint8)[length:].any()
+    return frame.tobytes()
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 1024, 70_001, 300_000])
+def test_a_recorded_copy_is_followed_by_its_frame(implementation: Any, nbytes: int) -> None:
+    frame = frame_of(implementation, nbytes)
+    length, checksum = struct.unpack_from("<II", frame)
+    payload = frame[8 : 8 + length]
+    assert google_crc32c.value(payload) == checksum
+    assert msgspec.msgpack.decode(payload) == ["part", 1, 2, 3, 1.7e9, 4, 1, 1 << 40]
+
+
+def test_frames_are_the_same_whoever_writes_them(implementation: Any) -> None:
+    for opening in (b"\x94", b"\x98\xa4part\x01\xcf" + b"\xff" * 17):
+        expected = frame_of(kernel.NumpyKernel, 9, opening)
+        assert frame_of(implementation, 9, opening) == expected
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [(0, 0), (1, 0), (2, -1), (3, 0), (3, 12), (4, b"x" * 33), (6, 1 << 32), (7, 1 << 32), (8, -1)],
+)
+def test_a_record_of_nonsense_writes_nothing(
+    implementation: Any, place: int, value: object
+) -> None:
+    memory = np.zeros(32, np.uint64)
+    at = memory.ctypes.data
+    arguments: list[object] = [at, at + 64, 8, at + 128, b"\x94", 0.0, 0, 0, 0]
+    implementation.record(*arguments)
+    assert memory.any()
+    memory[:] = 0
+    arguments[place] = value
+    with pytest.raises(ValueError, match=r"record|negative"):
+        implementation.record(*arguments)
+    assert not memory.any()

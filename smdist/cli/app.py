@@ -56,6 +56,22 @@ def trial(
     raise typer.Exit(run(path))
 
 
+@app.command()
+def merge(
+    path: Annotated[str, typer.Argument(help="Where the run is: a directory or a URL.")],
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="Also if a coordinator seems to be at work.")
+    ] = False,
+) -> None:
+    """Write down the merged view of a run once, so that it opens with a handful of requests.
+
+    A finished run has one already, unless a rank was left without its uploader.
+    """
+    from smdist.cli.merge import run
+
+    raise typer.Exit(run(path, take_over=take_over))
+
+
 coordinator = typer.Typer(
     help="The Ray actor that merges runs while they are written. Runs can be read without it.",
     no_args_is_help=True,

@@ -56,11 +56,13 @@ class Job(msgspec.Struct, frozen=True):
     )
 
 
-def make_spool(job: Job, pid: int = 0, session: str = "0123456789abcdef") -> Spool:
+def make_spool(
+    job: Job, pid: int = 0, session: str = "0123456789abcdef", rank: int = 0, world: int = 1
+) -> Spool:
     pid = pid or os.getpid()
     info = SpoolInfo(
         run=Run("run", 0.0, "none"),
-        session=Session(session, 0, 1, 0, "all", 0.0, machine(), pid, ""),
+        session=Session(session, rank, world, 0, "all", 0.0, machine(), pid, ""),
         out_dir=job.out_dir,
         upload=job.upload,
         trainer_pid=pid,

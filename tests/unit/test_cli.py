@@ -9,6 +9,10 @@ from typer.testing import CliRunner
 
 import smdist
 from smdist.cli.app import app
+from smdist.coordination.watcher import Watcher
+from smdist.storage import LocalStore, sync
+from tests.run_builder import RunBuilder
+from tests.unit.test_merge_once import finish, work
 
 
 def test_version() -> None:
@@ -22,6 +26,40 @@ def test_a_path_without_a_run_is_said_plainly(
     result = CliRunner().invoke(app, ["trial", str(tmp_path)])
     assert result.exit_code == 1
     assert "no run at" in result.output + capfd.readouterr().err
+
+
+def merge(path: Path, *options: str) -> tuple[int, str]:
+    command = [sys.executable, "-c", "from smdist.cli import main; main()", "merge", str(path)]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_merge_says_what_it_did(tmp_path: Path) -> None:
+    assert merge(tmp_path)[0] == 1
+    run = RunBuilder(LocalStore(tmp_path))
+    writers = [work(run.rank(rank, 3), range(4)) for rank in range(3)]
+    for writer in writers[:2]:
+        finish(writer, lost=writer is writers[1])
+    code, text = merge(tmp_path)
+    assert (code, "4 of 4 steps complete, 3 ranks" in text) == (0, True), text
+    assert "wrote snapshot 1 (as of now" in text
+    assert "nothing was written" in merge(tmp_path)[1]
+    finish(work(writers[2], range(4, 5)))
+    assert "4 of 5 steps complete" in (text := merge(tmp_path)[1])
+    assert "(final: " in text
+
+
+def test_merge_leaves_it_to_a_coordinator_that_is_at_work(tmp_path: Path) -> None:
+    finish(work(RunBuilder(LocalStore(tmp_path)).rank(0, 2), range(2)))
+    watcher = Watcher(str(tmp_path))
+    sync.run(watcher.open())
+    code, text = merge(tmp_path)
+    assert code == 1
+    assert "is being merged by" in text
+    assert "Traceback" not in text
+    code, text = merge(tmp_path, "--take-over")
+    assert (code, "wrote snapshot 1" in text) == (0, True), text
+    sync.run(watcher.close())
 
 
 def test_help_loads_neither_trials_nor_workers() -> None:

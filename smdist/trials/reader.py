@@ -32,6 +32,7 @@ from smdist.pipeline.block import (
 )
 from smdist.storage.base import NearStore, Store
 from smdist.trials.catalogue import Found
+from smdist.trials.numbers import Numbers, summary_of
 
 __all__ = [
     "AT_ONCE",
@@ -56,6 +57,7 @@ REMOTE_GAP = 256 << 10  # where a request costs as much as this
 SPAN = 16 << 20
 BATCH = 128 << 20
 FEW = 16  # objects of a directory that one thread reads as fast as several
+_SUMMARIES = 8  # at once: they may be long
 AT_ONCE = 64  # requests: a tensor of a thousand ranks lies in as many objects
 
 
@@ -155,6 +157,7 @@ class Reader:
         self._run = run
         self._concurrency = concurrency
         self._cache = _Cache(cache_bytes)
+        self._numbers = Numbers(store)
 
     def keep(self, attached: Mapping[str, bytes]) -> None:
         """Segments that came with their manifests, by the keys of these."""
@@ -266,14 +269,30 @@ class Reader:
                 pass  # raises what a thread met
 
     async def _request(self, requests: Sequence[Request], take: Take) -> None:
-        gate = asyncio.Semaphore(self._concurrency)
+        gate, few = asyncio.Semaphore(self._concurrency), asyncio.Semaphore(_SUMMARIES)
 
         async def carry_out(request: Request) -> None:
             async with gate:
                 got = await self._get(*request.range)
             take(request, got)
 
-        tasks = [asyncio.ensure_future(carry_out(request)) for request in requests]
+        async def of_session(summary: str, group: Sequence[Request]) -> None:
+            async with few:
+                known = await self._numbers.load(summary)
+                self.keep(known)
+                for one in group:
+                    if one.range.key in known:
+                        take(one, known[one.range.key][one.range.start : one.range.stop])
+            rest = [one for one in group if one.range.key not in known]
+            await asyncio.gather(*map(carry_out, rest))
+
+        work: list[Coroutine[Any, Any, None]] = []
+        for summary, group in self._by_summary(requests).items():
+            if summary and len({one.range.key for one in group}) > 1:
+                work.append(of_session(summary, group))
+            else:
+                work += map(carry_out, group)
+        tasks = [asyncio.ensure_future(one) for one in work]
         try:
             await asyncio.gather(*tasks)
         except BaseException:
@@ -281,6 +300,15 @@ class Reader:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
+
+    def _by_summary(self, requests: Sequence[Request]) -> dict[str, list[Request]]:
+        """By the summary that has it too; "" for what is no number, or is here already."""
+        found: dict[str, list[Request]] = {}
+        for request in requests:
+            key = request.range.key
+            here = key.startswith(_ATTACHED) and self._cache.get(key) is not None
+            found.setdefault("" if here else summary_of(key), []).append(request)
+        return found
 
     async def _get(self, key: str, start: int, stop: int) -> bytes:
         if not key.startswith(_ATTACHED):

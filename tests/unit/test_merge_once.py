@@ -123,6 +123,40 @@ def test_the_answers_are_the_same() -> None:
     assert told(store) == before
 
 
+def test_numbers_of_a_merged_run_are_read_by_the_session() -> None:
+    """They travelled in manifests; one request for all of a rank, as before it was merged."""
+    store = MemoryStore()
+    run = RunBuilder(store)
+    writers = [run.rank(rank, 8) for rank in range(8)]
+    for writer in writers:
+        writer.attach_bytes = 1 << 20
+        for step in range(20):
+            loss = np.array(100 * writer.session.rank + step, np.float32)
+            writer.step(TRAIN, step, {"loss": loss}).flush()
+        finish(writer)
+    late = finish(writers[7].step(TRAIN, 20, {"loss": np.array(720, np.float32)}), lost=True)
+    merge(store)
+    counting = CountingStore(store)
+    with open_trial(counting) as trial:
+        counting.gets.clear()
+        workers = [f"worker_{rank}" for rank in range(8)]
+        found = trial.values(["loss"], range(20), workers)
+        assert {s: v["worker_5"] for s, v in found["loss"].items()} == {
+            s: 500 + s for s in range(20)
+        }
+        summaries = [key for key in counting.gets if key.startswith("summaries/")]
+        assert len(summaries) == 8
+        assert not [key for key in counting.gets if key.startswith("manifests/")]
+        # One number of one step: its manifest alone. Without summaries: manifest by manifest.
+    for key in [key for key in store.objects if key.startswith("summaries/")]:
+        del store.objects[key]
+    with open_trial(counting) as trial:
+        counting.gets.clear()
+        assert trial.tensor("loss").value(20, worker=late.worker) == 720
+        assert not [key for key in counting.gets if key.startswith("summaries/")]
+        assert trial.tensor("loss").values(worker="worker_3")[19] == 319
+
+
 def test_merged_again_it_writes_nothing() -> None:
     store = MemoryStore()
     build(store, lost=(3,))

@@ -22,6 +22,7 @@ from smdist.coordination.step_facts import (
     Disagreement,
     StepFacts,
     all_step_facts,
+    reached,
     step_attempts,
     step_facts,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "finished",
     "missing_ranks",
     "rank_reports",
+    "reached",
     "step_attempts",
     "step_facts",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ from smdist.coordination.drop_log import NO_DROPS
 from smdist.coordination.sealed import NOTHING
 from smdist.coordination.spans import members, spans_of
 from smdist.coordination.step_rows import StepRow, row_of
+from smdist.identity import ModeKeys
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -16,7 +18,16 @@ if TYPE_CHECKING:
     from smdist.coordination.merge import StepKey, View
     from smdist.coordination.spans import Spans
 
-__all__ = ["Disagreement", "StepFacts", "all_step_facts", "step_attempts", "step_facts"]
+__all__ = [
+    "Disagreement",
+    "StepFacts",
+    "all_step_facts",
+    "reached",
+    "step_attempts",
+    "step_facts",
+]
+
+GLOBAL = ModeKeys.GLOBAL.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +46,8 @@ class StepFacts:
 
     `step` is the global number the lowest rank gave it. `ranks` have something of it stored,
     `absent` are expected ranks that have not closed it or dropped some of it, `dropped` those that
-    dropped some. At a step on which
-    nothing was due, only those ranks are expected whose script saved something.
+    dropped some. Not `planned`: nothing was due, some script saved values of its own. A rank that is
+    known to have come further, or to have ended, chose to save none then, and is not absent.
     """
 
     key: StepKey
@@ -47,10 +58,22 @@ class StepFacts:
     layouts: frozenset[str]
     disagreement: Disagreement | None = None
     dropped: tuple[int, ...] = ()
+    planned: bool = True
 
     @property
     def complete(self) -> bool:
         return not self.absent
+
+
+def reached(view: View, attempt: int, expected: Iterable[int]) -> dict[int, float]:
+    """Rank -> the greatest global step that it is known to have come to; infinite once it ended."""
+    known = view.attempts.get(attempt, {})
+    found: dict[int, float] = dict.fromkeys(expected, -1)
+    for rank in found.keys() & known.keys():
+        head = known[rank].head
+        ended = head is not None and head.state == "ended"
+        found[rank] = math.inf if ended else known[rank].passed.get(GLOBAL, -1)
+    return found
 
 
 def step_attempts(view: View, key: StepKey) -> tuple[int, ...]:
@@ -76,7 +99,8 @@ def all_step_facts(
 
     Of a step without recent blocks it looks at no rank: what is sealed has been looked at.
     """
-    judge = _Judge(attempt, tuple(expected))
+    expected = tuple(expected)
+    judge = _Judge(attempt, expected, reached(view, attempt, expected))
     known, sealed = view.attempts.get(attempt, {}), view.sealed.get(attempt, NOTHING)
     if keys is None:
         log = view.drop_logs.get(attempt, NO_DROPS).steps
@@ -114,9 +138,12 @@ def _dropped(view: View, attempt: int, asked: set[StepKey]) -> dict[StepKey, dic
 class _Judge:
     """Who of the expected ranks is absent from a step."""
 
-    def __init__(self, attempt: int, expected: tuple[int, ...]) -> None:
+    def __init__(
+        self, attempt: int, expected: tuple[int, ...], reached: Mapping[int, float]
+    ) -> None:
         self._attempt, self._expected = attempt, expected
         self._spans: Spans = spans_of(expected)
+        self._reached, self._all_reached = reached, min(reached.values(), default=math.inf)
 
     def __call__(self, key: StepKey, row: StepRow | None, drops: Mapping[int, int]) -> StepFacts:
         """`drops`: of each rank that dropped some of the step, the number it gave it."""
@@ -131,19 +158,23 @@ class _Judge:
             frozenset(row.layouts) if row is not None else frozenset(),
             None if len(numbers) == 1 else _disagreement(self._attempt, key, numbers),
             tuple(sorted(drops)),
+            row is None or row.planned or bool(drops),
         )
 
     def _absent(
         self, row: StepRow | None, ranks: tuple[int, ...], drops: Mapping[int, int]
     ) -> tuple[int, ...]:
         if row is not None and not row.open and not drops:
-            if not row.planned or row.ranks == self._spans:
+            if row.ranks == self._spans or (not row.planned and row.step <= self._all_reached):
                 return ()
             here = set(ranks)
-            return tuple(rank for rank in self._expected if rank not in here)
-        due = bool(drops) or row is None or row.planned
+            absent = tuple(rank for rank in self._expected if rank not in here)
+            if row.planned:
+                return absent
+            return tuple(rank for rank in absent if self._reached[rank] < row.step)
+        # A step that is not closed somewhere, or of which something was dropped, was due.
         whole = {*ranks}.difference(drops, members(row.open) if row is not None else ())
-        return tuple(rank for rank in (self._expected if due else ranks) if rank not in whole)
+        return tuple(rank for rank in self._expected if rank not in whole)
 
 
 def _numbers(row: StepRow | None, drops: Mapping[int, int]) -> dict[int, Iterable[int]]:

@@ -36,6 +36,8 @@ def advance(
     attempts = [a for a in view.attempts if old.attempt is None or a == old.attempt]
     expected = {attempt: expected_ranks(view, attempt) for attempt in attempts}
     touched = {key for attempt, key in touched_steps(delta) if attempt in expected}
+    # Whether a rank chose to save nothing at such a step is known once it has come further.
+    touched |= {key for key, facts in old.steps.items() if facts.absent and not facts.planned}
     for attempt in attempts:
         if expected[attempt] != old.expected.get(attempt):
             # When more ranks are expected than before, what was complete may no longer be.

@@ -194,9 +194,21 @@ def unplanned(number: int, block: int) -> StepEntry:
     return StepEntry(1, number, number, block, True, "l", "s", 0, 0.0, 1.0, planned=False)
 
 
-def test_a_step_at_which_nothing_was_due_asks_only_for_ranks_that_saved_something() -> None:
-    ranks = [session(0), session(1)]
-    assert missing(fold([*ranks, manifest(0, unplanned(3, 30)), manifest(1)]), (1, 3)) == {}
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        (manifest(1, entry(2)), MissingReason.LAGGING),
+        (manifest(1, entry(2), state="lost"), MissingReason.LOST),
+        (manifest(1, entry(4)), None),
+        (manifest(1, entry(4), state="lost"), None),
+        (manifest(1, entry(2), state="ended"), None),
+    ],
+)
+def test_who_saved_nothing_where_nothing_was_due_has_chosen_so_if_it_came_further(
+    other: Fact, reason: MissingReason | None
+) -> None:
+    view = fold([session(0), session(1), manifest(0, unplanned(3, 30)), other])
+    assert missing(view, (1, 3)) == ({1: reason} if reason else {})
 
 
 @pytest.mark.parametrize("other", [manifest(1, entry(3)), manifest(1, entry(3, closed=False))])

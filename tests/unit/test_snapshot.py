@@ -20,6 +20,7 @@ from smdist.coordination.merge import Fact, StepKey, View, add, fold, merge
 from smdist.coordination.snapshot import Packed, compacted, load_view, pack
 from smdist.coordination.step_rows import row_of, rows_of, runs_of
 from smdist.errors import CorruptObject
+from smdist.identity import ModeKeys
 from smdist.manifest import Dropped, RankManifest, StepEntry, segment_key
 from smdist.storage import MemoryStore, sync
 from tests.view_facts import facts, many_steps
@@ -150,16 +151,24 @@ def by_definition(view: View, attempt: int, key: StepKey, expected: Iterable[int
             dropped.append(rank)
         elif closings:
             whole.add(rank)
+    step = next(iter(numbers))
+    further = {
+        rank
+        for rank, known in view.attempts[attempt].items()
+        if known.passed.get(ModeKeys.GLOBAL.value, -1) >= step
+        or (known.head is not None and known.head.state == "ended")
+    }
     differ = Disagreement(attempt, *key, {n: tuple(of) for n, of in numbers.items()})
     return StepFacts(
         key,
         attempt,
-        next(iter(numbers)),
+        step,
         tuple(ranks),
-        tuple(rank for rank in (expected if due else ranks) if rank not in whole),
+        tuple(rank for rank in expected if rank not in (whole if due else whole | further)),
         frozenset(layouts),
         differ if len(numbers) > 1 else None,
         tuple(dropped),
+        due,
     )
 
 

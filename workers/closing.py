@@ -39,7 +39,7 @@ async def merge_if_last(store: Store, rank: Rank) -> str:
         sessions = await _ended_sessions(store, rank)
     except (SmdistError, OSError):
         return ""  # nobody knows whether it was for us to do
-    if sessions + rank.layouts < _WORTH:
+    if not sessions or sessions + rank.layouts < _WORTH:
         return ""
     if sessions * rank.summary_bytes > _MOST_BYTES:
         return _note(store, f"{sessions} summaries are too much for an uploader to read")

@@ -403,15 +403,16 @@ def test_one_rank_of_many_layouts_is_worth_it() -> None:
     assert requests_to_open(store) == OPEN
 
 
-def test_whoever_is_not_the_last_asks_once() -> None:
+@pytest.mark.parametrize("layouts", [1, 100])
+def test_whoever_is_not_the_last_asks_once(layouts: int) -> None:
     store = MemoryStore()
     writers = build(store, 8)
     others = RunBuilder(store)
     del store.objects["summaries/worker_5/000000.json"]
-    assert asked_by_last(store, rank_of(writers[0])) == 1
+    assert asked_by_last(store, rank_of(writers[0], layouts)) == 1
     summarise(writers[5])
     work(others.rank(0, 8, attempt=1), range(2))  # it was started again meanwhile
-    assert asked_by_last(store, rank_of(writers[0])) == 2
+    assert asked_by_last(store, rank_of(writers[0], layouts)) == 2
     assert POINTER_KEY not in store.objects
 
 

@@ -218,7 +218,7 @@ class Coordinator:
         while True:
             waiting = time.monotonic() < deadline and not self._running.done()
             try:
-                watcher = self._watch.watcher(run)
+                watcher = await self._watch.asked(run)
                 if not waiting or _was_read(watcher):
                     return watcher
             except NoSuchRun:

@@ -236,6 +236,23 @@ class Watch:
                 return entry.watcher
         raise NoSuchRun(run or self.url)
 
+    async def asked(self, run: str = "") -> Watcher:
+        """As `watcher`; one of a run that has finished looks first whether it was resumed."""
+        watcher = self.watcher(run)
+        if watcher.state == "finished":
+            with contextlib.suppress(SmdistError, OSError):  # then it knows no better
+                if await watcher.asked():
+                    watcher = await self._successor(run, watcher)
+        return watcher
+
+    async def _successor(self, run: str, watcher: Watcher) -> Watcher:
+        """Its task, just woken, takes it up again or makes another one."""
+        for _ in range(500):
+            if self.watcher(run) is not watcher or watcher.state != "finished":
+                break
+            await asyncio.sleep(0.01)
+        return self.watcher(run)
+
     def _hint(self, hint: Hint) -> None:
         for entry in self._entries.values():
             if entry.watcher.run_id == hint.run_id:

@@ -58,6 +58,7 @@ GLOBAL = ModeKeys.GLOBAL
 _AT_ONCE = 64  # requests: as many ranks are asked at once
 _REQUEST_S = 10.0  # for one request and its retries: what fails is seen, and tried again later
 _BREATH_S = 0.05  # between two turns, however many hints come
+_ASKED_S = 1.0  # how long an answer of a run that has finished stays true unasked
 _MOST_PAUSE_S = 30.0
 _MOST_TROUBLES = 20
 _MOST_LOOSE = 100_000
@@ -116,12 +117,13 @@ class Watcher:
         self._sweeper = Sweeper(self._store, self._now, self._keep_s)
         self._follow = self._follow_with(self._store, self._take, self._now, self._rhythm)
         self._view, self._book = View(), StepBook()
-        self._touched: dict[int, set[StepKey]] = {}
+        self._fresh: list[Fact] = []  # read, and not folded yet
         self._facts = self._beats = 0  # since the last snapshot
         self._loose = 0  # entries that are not in columns yet
         self._packed: Packed | None = None
         self._written_at: float | None = None
-        self._final = self._looked = False
+        self._final = self._looked = self._resumed = False
+        self._asked_at = 0.0
         self._manifests = 0
 
     # -- the life of a watcher -------------------------------------------------------------------
@@ -281,11 +283,23 @@ class Watcher:
 
         Also when there is another run in its place: its state is "waiting" then.
         """
-        if not await self._is_same():
-            return True
-        found = Found()
-        await self._follow.look_again(found)
-        return found.facts > 0
+        async with self._turning:
+            if not self._resumed:
+                found = Found()
+                same = await self._is_same()
+                if same:
+                    await self._follow.look_again(found)
+                self._resumed = not same or found.facts > 0
+                self._asked_at = self._now()
+            return self._resumed
+
+    async def asked(self) -> bool:
+        """Of a run that has finished: `resumed`, for who asks now. Its owner is told, too."""
+        fresh = self._now() < self._asked_at + min(_ASKED_S, self._cadence.interval_s)
+        found = self._resumed if fresh else await self.resumed()
+        if found:
+            self._wake.set()
+        return found
 
     async def close(self) -> None:
         """Hand back the lease. What was folded and not written yet is read again by the next."""
@@ -310,8 +324,8 @@ class Watcher:
     # -- a turn ----------------------------------------------------------------------------------
 
     def _take(self, fact: Fact) -> None:
-        add(self._view, fact)
-        touched = self._touched.setdefault(fact.attempt, set())
+        """Until `_fold` nobody sees it: who asks in the middle of a look gets what the last one found."""
+        self._fresh.append(fact)
         if isinstance(fact, Heartbeat):
             self._beats += 1
             return
@@ -319,9 +333,8 @@ class Watcher:
         if isinstance(fact, RankManifest):
             self._manifests += 1
             self._loose += len(fact.steps)
-            touched.update((entry.mode, entry.mode_step) for entry in fact.steps)
-            touched.update((drop.mode, drop.mode_step) for drop in fact.dropped)
             if self._loose >= _MOST_LOOSE:
+                self._fold()
                 self._compact()
 
     def _compact(self) -> None:
@@ -333,7 +346,14 @@ class Watcher:
         self._loose = 0
 
     def _fold(self) -> None:
-        touched, self._touched = self._touched, {}
+        fresh, self._fresh = self._fresh, []
+        touched: dict[int, set[StepKey]] = {}
+        for fact in fresh:
+            add(self._view, fact)
+            keys = touched.setdefault(fact.attempt, set())
+            if isinstance(fact, RankManifest):
+                keys.update((entry.mode, entry.mode_step) for entry in fact.steps)
+                keys.update((drop.mode, drop.mode_step) for drop in fact.dropped)
         self._book.update(self._view, touched)
         self._tell()
 

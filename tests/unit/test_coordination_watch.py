@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -713,6 +714,27 @@ def test_a_manifest_that_is_written_while_its_neighbours_are_asked_for(bench: Be
     assert bench.watcher.view.canonical() == from_scratch(bench.store).canonical()
 
 
+def test_whoever_asks_in_the_middle_of_a_look_gets_what_the_last_one_found(bench: Bench) -> None:
+    """That some ranks have ended is known then, and not yet what they saved."""
+    bench.start(3)
+    bench.save(0)
+    bench.turn()
+    for writer in bench.ranks:
+        writer.step(TRAIN, 1, TENSORS).end()
+    found, standings = bench.store.get, list[str]()
+
+    async def get(key: str, start: int = 0, stop: int | None = None) -> bytes:
+        data = await found(key, start, stop)
+        standings.append(bench.watcher.step(1, TRAIN).standing)
+        return data
+
+    bench.store.get = get  # type: ignore[method-assign]
+    bench.turn()
+    assert set(standings) == {"pending"}
+    assert len(standings) >= 3
+    assert bench.watcher.step(1, TRAIN).standing == "complete"
+
+
 def test_a_hint_is_followed_at_once(bench: Bench) -> None:
     bench.start(1)
     for step in range(4):
@@ -775,6 +797,33 @@ def test_runs_below_a_place_are_found_as_they_appear(kind: str, tmp_path_factory
         await watch.close()
 
     asyncio.run(act())
+
+
+def test_who_asks_about_a_finished_run_that_was_resumed_is_told_of_that() -> None:
+    store = MemoryStore("all")
+    job = RunBuilder(Below(store, "a"))
+    job.rank(0).step(TRAIN, 0, TENSORS).end()
+
+    async def scenario() -> None:
+        stop, watch = asyncio.Event(), Watch("memory://all", store=store, interval_s=0.01)
+        running = asyncio.get_running_loop().create_task(watch.run(stop))
+        await until(lambda: [one.state for one in watch.runs().values()] == ["finished"], watch)
+        finished = watch.watcher()
+        assert await watch.asked() is finished
+        await asyncio.to_thread(save_more, job)
+        await asyncio.sleep(0.02)  # longer than an answer holds, by the watch's own interval
+        resumed = await watch.asked()
+        assert resumed is not finished
+        assert (await resumed.wait_for_step(1, TRAIN, timeout_s=30)).standing == "complete"
+        stop.set()
+        await running
+        await watch.close()
+
+    asyncio.run(scenario())
+
+
+def save_more(job: RunBuilder) -> None:
+    job.rank(0, attempt=1, now=time.time()).step(TRAIN, 1, TENSORS).flush()
 
 
 def test_a_place_that_is_a_run_and_one_that_another_coordinator_has() -> None:

@@ -41,6 +41,7 @@ class Patience:
     ) -> None:
         self._ledger, self._say, self._pending_bytes = ledger, say, pending_bytes
         self._failing: dict[object, float] = {}  # by operation: since when, by the wall clock
+        self._serious: set[object] = set()  # of these, what the user is told of
         self._said_at, self._times_said = 0.0, 0
         self._limit_s: float | None = None
         self._renewed = 0.0  # when something last went well, or the limit was set
@@ -103,8 +104,10 @@ class Patience:
         await asyncio.sleep(min(pause_s, max(self._deadline - time.monotonic(), 0.0)))
 
     def failed(self, token: object, what: str, error: Exception, *, tell: bool = True) -> None:
-        """Note that an operation, known by `token`, does not succeed."""
+        """Note that an operation, known by `token`, does not succeed; not `tell`: a courtesy."""
         self._failing.setdefault(token, time.time())
+        if tell:
+            self._serious.add(token)
         clock = time.strftime("%H:%M:%S", time.localtime(min(self._failing.values())))
         self._ledger.trouble = f"{what} fails since {clock}: {_text(error)}"
         now = time.monotonic()
@@ -115,10 +118,13 @@ class Patience:
             self._say(f"{self._ledger.trouble}. It is tried again; {waiting} wait, nothing is lost")
 
     def succeeded(self, token: object) -> None:
-        if self._failing.pop(token, None) is None or self._failing:
+        if self._failing.pop(token, None) is None:
             return
-        self._ledger.trouble = ""
-        if self._times_said:
+        self._serious.discard(token)
+        if not self._failing:
+            self._ledger.trouble = ""
+        # A courtesy that failed may never be tried again.
+        if self._times_said and not self._serious:
             self._say("the store works again")
             self._times_said = 0
 

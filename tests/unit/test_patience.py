@@ -76,6 +76,19 @@ def test_one_that_works_does_not_hide_one_that_fails(
     assert said[1:] == ["the store works again"]
 
 
+def test_a_courtesy_that_failed_does_not_keep_it_from_taking_back_what_it_said(
+    patience: Patience, ledger: Ledger, said: list[str]
+) -> None:
+    patience.failed("heartbeat", "writing the heartbeat", FULL, tell=False)
+    assert said == []
+    asyncio.run(patience.insist("writing", Door(1, FULL)))
+    assert said[1:] == ["the store works again"]
+    assert "fails since" in ledger.trouble
+    patience.succeeded("heartbeat")
+    assert ledger.trouble == ""
+    assert len(said) == 2
+
+
 def test_the_same_is_said_rarely(
     patience: Patience, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,9 +21,10 @@ from smdist.manifest import CollectionInfo, Collections, collections_key
 from smdist.planning import NEVER, StepPlan
 from smdist.workers import lifecycle
 from smdist.workers.hook_parts import HookParts
-from smdist.workers.outlet import Sink, Whereabouts
+from smdist.workers.outlet import Sink
 from smdist.workers.script_values import Reading
 from smdist.workers.steps import AT_ONCE
+from smdist.workers.whereabouts import Whereabouts
 
 __all__ = ["CLOSE_TIMEOUT_S", "BaseHook"]
 

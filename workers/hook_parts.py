@@ -17,11 +17,12 @@ from smdist.schedule import SaveConfig
 from smdist.workers import lifecycle
 from smdist.workers.capture import Usage
 from smdist.workers.mishaps import Mishaps
-from smdist.workers.outlet import Outlet, Sink, Whereabouts
+from smdist.workers.outlet import Outlet, Sink
 from smdist.workers.recorder import Recorder
 from smdist.workers.script_values import Reading, ScriptValues
 from smdist.workers.steps import StepClock
 from smdist.workers.thrift import Thrift
+from smdist.workers.whereabouts import Whereabouts
 
 __all__ = ["HookParts"]
 

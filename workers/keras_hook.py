@@ -26,10 +26,11 @@ from smdist.workers.keras_lanes import Lane
 from smdist.workers.keras_phases import Phases, Place
 from smdist.workers.keras_recording import Recording
 from smdist.workers.keras_tape import Tapes
-from smdist.workers.outlet import Outlet, Whereabouts
+from smdist.workers.outlet import Outlet
 from smdist.workers.recorder import Recorder
 from smdist.workers.tf_base import TensorflowHook
 from smdist.workers.tf_host import array_of, reading
+from smdist.workers.whereabouts import Whereabouts
 
 __all__ = ["KerasHook"]
 

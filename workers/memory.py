@@ -15,14 +15,19 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from smdist.errors import ConfigurationError
+from smdist.workers.spool import no_room, private_root
+
 __all__ = [
     "MemoryFacts",
     "Placement",
+    "check_spool",
     "choose_spool",
     "default_buffer_bytes",
     "free_bytes",
@@ -141,6 +146,36 @@ def free_bytes(path: Path) -> int | None:
     return shutil.disk_usage(existing).free
 
 
+def _given(spool_dir: str | None, environ: Mapping[str, str]) -> tuple[str, str]:
+    """What names the place, and the place; empty if nobody gave one."""
+    if spool_dir:
+        return "spool_dir", spool_dir
+    return "SMDIST_SPOOL_DIR", environ.get("SMDIST_SPOOL_DIR", "")
+
+
+def check_spool(spool_dir: str | None, environ: Mapping[str, str] = os.environ) -> None:
+    """Raise ConfigurationError if no folder can be made in the place that was given, if one was.
+
+    A full file system passes: there may be room by the time it is needed, and if not it is told.
+    """
+    name, given = _given(spool_dir, environ)
+    if not given:
+        return
+    try:
+        root = Path(given).expanduser().absolute()
+        places = (private_root(root), root, *root.parents)
+        existing = next(place for place in places if os.path.lexists(place))
+        Path(tempfile.mkdtemp(prefix=".smdist-", dir=existing)).rmdir()
+    except (OSError, RuntimeError, ValueError) as error:
+        if isinstance(error, OSError) and no_room(error):
+            return
+        why = getattr(error, "strerror", None) or error
+        raise ConfigurationError(
+            f"{name}={given!r} is no place to buffer in: {why}; give a directory that this process "
+            "can make and write to, or leave it out"
+        ) from error
+
+
 def choose_spool(
     buffer_bytes: int,
     environ: Mapping[str, str] = os.environ,
@@ -153,9 +188,9 @@ def choose_spool(
     Never fails: making the folder there may.
     """
     needed = buffer_bytes * max(1, local_world_size or 1)
-    if given := spool_dir or environ.get("SMDIST_SPOOL_DIR"):
-        name = "spool_dir" if spool_dir else "SMDIST_SPOOL_DIR"
-        root = Path(given).expanduser()
+    name, given = _given(spool_dir, environ)
+    if given:
+        root = Path(given).expanduser().absolute()
         free = free_bytes(root)
         message = None
         if free is None:

@@ -31,7 +31,13 @@ from smdist.workers.capture import Capture, CaptureLimits, Usage
 from smdist.workers.enrol import Enrolment, check_place, enrol, saves
 from smdist.workers.host import Host
 from smdist.workers.journal import JournalWriter
-from smdist.workers.memory import Placement, choose_spool, default_buffer_bytes, read_memory
+from smdist.workers.memory import (
+    Placement,
+    check_spool,
+    choose_spool,
+    default_buffer_bytes,
+    read_memory,
+)
 from smdist.workers.part import PartPlan
 from smdist.workers.processes import start_ticks
 from smdist.workers.progress import DrainProgress, left
@@ -45,8 +51,9 @@ from smdist.workers.spool import (
     spool_name,
 )
 from smdist.workers.supervisor import Supervisor
+from smdist.workers.whereabouts import Whereabouts
 
-__all__ = ["DrySink", "Outlet", "Sink", "Whereabouts"]
+__all__ = ["DrySink", "Outlet", "Sink"]
 
 _ATTACH_BYTES = 256 << 10
 _AGAIN_S = 10.0  # between two tries to enrol in a store that is full or out of reach
@@ -90,15 +97,6 @@ class DrySink(Generic[T]):
 
     def trouble(self, message: str) -> None:
         pass
-
-
-class Whereabouts(msgspec.Struct, frozen=True):
-    """What of a hook's settings no configuration service can know."""
-
-    rank: int | None = None
-    world_size: int | None = None
-    attempt: int | None = None
-    spool_dir: str | None = None
 
 
 class _UploaderGoneError(Exception):
@@ -175,10 +173,11 @@ class Outlet(Generic[T]):
         return self._capture
 
     def check(self) -> None:
-        """Raise now, writing nothing, what `open` would raise of the place in `out_dir`."""
+        """Raise now, leaving nothing behind, what `open` would raise of the places that were given."""
         config, identity = self._config, self.identity
         if config.dry_run or not saves(identity.rank, config.include_workers):
             return
+        check_spool(self._where.spool_dir)
         remote = is_remote(config.out_dir)
         if remote:
             # First, as it knows best what is wrong with bucket or credentials. It leaves nothing

@@ -23,9 +23,9 @@ from smdist.config import TENSORFLOW_GRAPH, HookConfig
 from smdist.errors import CaptureError, ConfigurationError
 from smdist.identity import ModeKeys
 from smdist.planning import StepPlan
-from smdist.workers.outlet import Whereabouts
 from smdist.workers.tf_base import TensorflowHook
 from smdist.workers.tf_host import array_of
+from smdist.workers.whereabouts import Whereabouts
 
 __all__ = ["EstimatorHook", "SessionHook"]
 

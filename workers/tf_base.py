@@ -14,9 +14,9 @@ from smdist.reduction import ReductionConfig
 from smdist.schedule import SaveConfig
 from smdist.values import number
 from smdist.workers.hook import CLOSE_TIMEOUT_S, BaseHook
-from smdist.workers.outlet import Whereabouts
 from smdist.workers.tf_collection import Collection
 from smdist.workers.tf_host import Array, reading
+from smdist.workers.whereabouts import Whereabouts
 
 __all__ = ["TensorflowHook"]
 
@@ -72,9 +72,7 @@ class TensorflowHook(BaseHook[Array]):
             overhead_budget=overhead_budget,
             resume=resume,
         )
-        where = Whereabouts(
-            rank, world_size, attempt, None if spool_dir is None else str(spool_dir)
-        )
+        where = Whereabouts.read(rank, world_size, attempt, spool_dir)
         timeout_s = min(number("close_timeout_s", close_timeout_s), TIMEOUT_MAX)
         self._build(config, where, timeout_s)
 

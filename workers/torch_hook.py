@@ -29,12 +29,12 @@ from smdist.reduction import ReductionConfig
 from smdist.schedule import SaveConfig
 from smdist.values import number
 from smdist.workers.hook import CLOSE_TIMEOUT_S, BaseHook
-from smdist.workers.outlet import Whereabouts
 from smdist.workers.script_values import Reading
 from smdist.workers.steps import StepOn
 from smdist.workers.torch_collection import Collection
 from smdist.workers.torch_host import TorchHost, Value, describe, readable
 from smdist.workers.torch_recording import Recording
+from smdist.workers.whereabouts import Whereabouts
 
 __all__ = ["Hook"]
 
@@ -90,9 +90,7 @@ class Hook(BaseHook[Value]):
             resume=resume,
             stage_gradients=stage_gradients,
         )
-        where = Whereabouts(
-            rank, world_size, attempt, None if spool_dir is None else str(spool_dir)
-        )
+        where = Whereabouts.read(rank, world_size, attempt, spool_dir)
         timeout_s = min(number("close_timeout_s", close_timeout_s), TIMEOUT_MAX)
         self._build(config, where, timeout_s)
 

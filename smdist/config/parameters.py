@@ -7,9 +7,11 @@ one is answered with the nearest that is known in that place.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Flag, auto
+from pathlib import Path
 from typing import Any
 
 from smdist.collection import compile_regex
@@ -29,6 +31,8 @@ class Place(Flag):
 
 
 Reader = Callable[[str, Any], Any]
+
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,14 @@ def _path(key: str, value: Any) -> str:
         raise ConfigurationError(
             f"{key}={value!r} is not a path; give a directory or s3://bucket/prefix"
         )
-    return text if "://" in text else os.path.expanduser(text)
+    # A URL, or one that pathlib took a slash from, which the store has an answer to.
+    if _SCHEME.match(text):
+        return text
+    try:
+        # Of now: a script may change its working directory before anything is saved.
+        return str(Path(text).expanduser().absolute())
+    except (OSError, RuntimeError) as error:
+        raise ConfigurationError(f"{key}={value!r}: {error}; give an absolute path") from error
 
 
 def _regex(key: str, value: Any) -> tuple[str, ...]:

@@ -123,20 +123,78 @@ hook.close()
         smd.Hook(tmp_path / "run")
 
 
-@pytest.mark.parametrize("where", ["/proc/nowhere", "file/below"])
-def test_a_rank_without_a_place_to_buffer_in_does_not_enter_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, where: str
+@pytest.mark.parametrize("where", ["/proc/nowhere", "file/below", "file"])
+@pytest.mark.parametrize("name", ["spool_dir", "SMDIST_SPOOL_DIR"])
+def test_a_place_to_buffer_in_that_is_none_is_refused_when_the_hook_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, where: str
 ) -> None:
     (tmp_path / "file").write_text("")
-    net = Net()
-    with hooked(tmp_path / "run", spool_dir=tmp_path / where, on_error="warn") as hook:
+    given = {}
+    if name == "spool_dir":
+        given["spool_dir"] = tmp_path / where
+    else:
+        monkeypatch.setenv(name, str(tmp_path / where))
+    with pytest.raises(ConfigurationError, match=f"{name}=.*give a directory"):
+        smd.Hook(tmp_path / "run", **given)  # type: ignore[arg-type]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_rank_without_a_place_to_buffer_in_does_not_enter_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    net, spools = Net(), tmp_path / "spools"
+    with hooked(tmp_path / "run", spool_dir=spools / "below", on_error="warn") as hook:
+        assert not spools.exists()
+        spools.write_text("")
         hook.register_module(net)
         train(net, 2)
         assert hook.errors == 1
     assert not list((tmp_path / "run").rglob("*.json"))
     assert "spool_dir=" in caplog.text
-    assert ("Not a directory" if "file" in where else "No such file") in caplog.text
+    assert "Not a directory" in caplog.text
     assert "again and again" not in caplog.text
+
+
+def test_relative_places_are_those_of_where_the_hook_was_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("built", "later"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "built")
+    net = Net()
+    with hooked(Path("run"), spool_dir="spools", include_collections=["weights"]) as hook:
+        monkeypatch.chdir(tmp_path / "later")
+        hook.register_module(net)
+        train(net, 1)
+        assert list((tmp_path / "built" / "spools").rglob("spool.json"))
+        assert hook.out_dir == str(tmp_path / "built" / "run")
+    assert read(tmp_path / "built" / "run").steps() == [0]
+    assert not list((tmp_path / "later").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ({"rank": "first"}, "rank='first' is not a whole number; give one of at least 0"),
+        ({"rank": 1.5}, "rank=1.5"),
+        ({"rank": -1, "world_size": 2}, "rank=-1 is too small"),
+        ({"world_size": "two"}, "world_size='two' is not a whole number; give one of at least 1"),
+        ({"world_size": 0}, "world_size=0 is too small"),
+        ({"attempt": "x"}, "attempt='x' is not a whole number"),
+        ({"spool_dir": 3}, "spool_dir=3 is no place"),
+        ({"spool_dir": ""}, "spool_dir='' is no place"),
+    ],
+)
+def test_a_process_that_is_nobody_is_refused_when_the_hook_is_built(
+    tmp_path: Path, given: dict[str, Any], names: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=names):
+        smd.Hook(tmp_path / "run", **given)
+
+
+def test_a_rank_may_come_as_text(tmp_path: Path) -> None:
+    with hooked(tmp_path / "run", rank="1", world_size="2", include_workers="all") as hook:
+        assert hook.worker == "worker_1"
 
 
 def test_a_full_disk_under_the_spool_is_met_before_the_run(

@@ -42,8 +42,8 @@ def schedule_of(config: HookConfig, name: str, mode: ModeKeys) -> Schedule:
 
 
 def test_arguments_and_their_defaults() -> None:
-    config = HookConfig.from_arguments(PYTORCH, out_dir=Path("a/b"))
-    assert config.out_dir == "a/b"
+    config = HookConfig.from_arguments(PYTORCH, out_dir=Path("/a/b"))
+    assert config.out_dir == "/a/b"
     assert config.include_workers == "one"
     assert config.active_collections == ("losses",)
     assert config.save_config == SaveConfig()
@@ -56,19 +56,39 @@ def test_home_expands_and_urls_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     assert HookConfig.from_arguments(PYTORCH, out_dir="~/x").out_dir == "/home/me/x"
     assert HookConfig.from_arguments(PYTORCH, out_dir="s3://b/~p").out_dir == "s3://b/~p"
+    assert HookConfig.from_arguments(PYTORCH, out_dir="file:///x").out_dir == "file:///x"
+
+
+def test_paths_are_those_of_the_folder_the_hook_was_built_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = HookConfig.from_arguments(PYTORCH, out_dir="run", tensorboard_dir="../tb")
+    assert config.out_dir == f"{tmp_path}/run"
+    assert config.tensorboard_dir == f"{tmp_path}/../tb"
+    assert HookConfig.from_json(PYTORCH, {"LocalPath": "run"}, environ={}).out_dir == config.out_dir
+
+
+def test_a_working_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(ConfigurationError, match=r"out_dir='run'.* absolute path"):
+        HookConfig.from_arguments(PYTORCH, out_dir="run")
+    assert HookConfig.from_arguments(PYTORCH, out_dir="/run").out_dir == "/run"
 
 
 @pytest.mark.parametrize(
     ("arguments", "directory"),
     [
-        ({"export_tensorboard": True}, "o/tensorboard"),
-        ({"tensorboard_dir": "tb"}, "tb"),
-        ({"export_tensorboard": True, "tensorboard_dir": "tb"}, "tb"),
+        ({"export_tensorboard": True}, "/o/tensorboard"),
+        ({"tensorboard_dir": "/tb"}, "/tb"),
+        ({"export_tensorboard": True, "tensorboard_dir": "/tb"}, "/tb"),
         ({}, None),
     ],
 )
 def test_where_tensorboard_goes(arguments: dict[str, Any], directory: str | None) -> None:
-    config = HookConfig.from_arguments(PYTORCH, out_dir="o", **arguments)
+    config = HookConfig.from_arguments(PYTORCH, out_dir="/o", **arguments)
     assert config.tensorboard_dir == directory
     assert config.export_tensorboard == (directory is not None)
 
@@ -196,7 +216,7 @@ def test_every_hook_parameter_works(as_text: bool) -> None:
         "start_step": 4,
         "end_step": 40,
         "export_tensorboard": True,
-        "tensorboard_dir": "tb",
+        "tensorboard_dir": "/tb",
         "buffer_bytes": 1000,
         "on_error": "raise",
     }
@@ -214,7 +234,7 @@ def test_every_hook_parameter_works(as_text: bool) -> None:
     assert config.reduction_config.save_raw_tensor
     assert config.reduction_config.save_shape
     assert all(config.save_config.schedule(m) == Schedule(3, 4, 40, (1, 2)) for m in ModeKeys)
-    assert config.tensorboard_dir == "tb"
+    assert config.tensorboard_dir == "/tb"
     assert config.buffer_bytes == 1000
     assert config.on_error == "raise"
 
@@ -348,8 +368,8 @@ def test_request_of_the_sagemaker_sdk() -> None:
 @pytest.mark.parametrize(
     ("top", "sagemaker", "out_dir"),
     [
-        ({"LocalPath": "here", "S3OutputPath": "s3://b/p"}, False, "here"),
-        ({"LocalPath": "here", "S3OutputPath": "s3://b/p"}, True, "here"),
+        ({"LocalPath": "/here", "S3OutputPath": "s3://b/p"}, False, "/here"),
+        ({"LocalPath": "/here", "S3OutputPath": "s3://b/p"}, True, "/here"),
         ({"S3OutputPath": "s3://b/p"}, False, "s3://b/p"),
         ({"S3OutputPath": "s3://b/p"}, True, SAGEMAKER_OUT_DIR),
         ({"S3OutputPath": None}, False, SAGEMAKER_OUT_DIR),
@@ -430,10 +450,10 @@ def test_unknown_keys_name_the_nearest(document: Any, near: str, where: str) -> 
 
 def test_file_lookup_order(tmp_path: Path) -> None:
     for name in ("given", "named"):
-        (tmp_path / name).write_text(json.dumps({"LocalPath": name}))
+        (tmp_path / name).write_text(json.dumps({"LocalPath": f"/{name}"}))
     environ = {CONFIG_VARIABLE: str(tmp_path / "named")}
-    assert HookConfig.from_file(PYTORCH, tmp_path / "given", environ).out_dir == "given"
-    assert HookConfig.from_file(PYTORCH, None, environ).out_dir == "named"
+    assert HookConfig.from_file(PYTORCH, tmp_path / "given", environ).out_dir == "/given"
+    assert HookConfig.from_file(PYTORCH, None, environ).out_dir == "/named"
     with pytest.raises(ConfigurationError, match=r"debughookconfig\.json \(the default path\)"):
         HookConfig.from_file(PYTORCH, None, {})
 

@@ -1,0 +1,50 @@
+"""What of a hook's settings no configuration service can know: who the process is, where it buffers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from smdist.errors import ConfigurationError
+from smdist.values import integer
+
+__all__ = ["Whereabouts"]
+
+
+class Whereabouts(msgspec.Struct, frozen=True):
+    rank: int | None = None
+    world_size: int | None = None
+    attempt: int | None = None
+    spool_dir: str | None = None
+
+    @classmethod
+    def read(
+        cls,
+        rank: object = None,
+        world_size: object = None,
+        attempt: object = None,
+        spool_dir: object = None,
+    ) -> Whereabouts:
+        """From the arguments of a hook's constructor, checked; None: not given."""
+        return cls(
+            None if rank is None else integer("rank", rank),
+            None if world_size is None else integer("world_size", world_size, minimum=1),
+            None if attempt is None else integer("attempt", attempt),
+            None if spool_dir is None else _folder("spool_dir", spool_dir),
+        )
+
+
+def _folder(key: str, value: object) -> str:
+    try:
+        text = os.fspath(value)  # type: ignore[call-overload]
+        if not isinstance(text, str) or not text.strip() or "\0" in text:
+            raise TypeError("it is not a path")
+        # Of now: a script may change its working directory before anything is saved.
+        return str(Path(text).expanduser().absolute())
+    except (TypeError, OSError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"{key}={value!r} is no place to buffer in ({error}); give a directory that this "
+            "process can write to"
+        ) from error

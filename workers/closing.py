@@ -14,7 +14,7 @@ from smdist.errors import AlreadyCoordinated, SmdistError, Superseded
 from smdist.manifest import Session
 from smdist.storage.base import Store
 
-__all__ = ["Rank", "merge_if_last"]
+__all__ = ["Rank", "merge_if_last", "not_merged"]
 
 # What a snapshot saves whoever opens the run: a request for each summary and each layout. It takes
 # some thirty to write one.
@@ -42,7 +42,7 @@ async def merge_if_last(store: Store, rank: Rank) -> str:
     if not sessions or sessions + rank.layouts < _WORTH:
         return ""
     if sessions * rank.summary_bytes > _MOST_BYTES:
-        return _note(store, f"{sessions} summaries are too much for an uploader to read")
+        return not_merged(store, f"{sessions} summaries are too much for an uploader to read")
     # Of all uploaders one needs it.
     from smdist.coordination.once import merge_once
 
@@ -52,7 +52,7 @@ async def merge_if_last(store: Store, rank: Rank) -> str:
     except (AlreadyCoordinated, Superseded):
         return ""  # somebody else does it
     except (SmdistError, OSError, ValueError) as error:
-        return _note(store, str(error))
+        return not_merged(store, str(error))
     return ""
 
 
@@ -74,7 +74,7 @@ def _owners(keys: Iterable[str]) -> set[tuple[int, int]]:
     return {(int(match[2]), int(match[1])) for key in keys if (match := _OWNER.fullmatch(key))}
 
 
-def _note(store: Store, why: str) -> str:
+def not_merged(store: Store, why: str) -> str:
     return (
         f"the run was not merged: {why}. Nothing is lost by that, only that opening it takes a request "
         f"per rank; `smdist merge {store.url}` merges it"

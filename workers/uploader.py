@@ -36,7 +36,7 @@ from smdist.storage import open_store
 from smdist.storage.base import Store
 from smdist.workers.announce import Announcer
 from smdist.workers.batch import Arenas, Batch, nothing, prepare, without
-from smdist.workers.closing import Rank, merge_if_last
+from smdist.workers.closing import Rank, merge_if_last, not_merged
 from smdist.workers.commit import (
     Committer,
     Ending,
@@ -224,16 +224,19 @@ class Uploader:
         rank = Rank(self._info.session, len(self._layouts), self._summary.nbytes)
         task = self._merging = asyncio.ensure_future(merge_if_last(store, rank))
         try:
-            await asyncio.wait([task], timeout=_MERGE_S)
+            in_time, _ = await asyncio.wait([task], timeout=_MERGE_S)
         finally:
             task.cancel()
         # Time to give back the right to write, should it hold it.
         await asyncio.wait([task], timeout=_FAREWELL_S)
-        if task.done() and not task.cancelled():
+        note = ""
+        if not in_time:
+            note = not_merged(store, f"that took longer than {_MERGE_S:.0f} s")
+        elif not task.cancelled():
             error = task.exception()
-            note = task.result() if error is None else f"the run was not merged: {error!r}"
-            if note:
-                self._say(note)
+            note = task.result() if error is None else not_merged(store, repr(error))
+        if note:
+            self._say(note)
 
     # -- the loop --------------------------------------------------------------------------------
 

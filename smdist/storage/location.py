@@ -12,6 +12,7 @@ from urllib.parse import unquote, urlsplit
 from smdist.errors import ConfigurationError, StoreError
 from smdist.storage import sync
 from smdist.storage.local import LocalStore
+from smdist.storage.shown import shown
 
 if TYPE_CHECKING:
     from smdist.storage.base import Store
@@ -40,12 +41,14 @@ def open_store(
     """
     text = os.fspath(url)
     if not text or "\0" in text:
-        raise ConfigurationError(f"{text!r} is no place to store a run: give a path or s3://...")
+        raise ConfigurationError(
+            f"{shown(text)!r} is no place to store a run: give a path or s3://..."
+        )
     found = _SCHEME.match(text)
     if found is None:
         if _COLLAPSED.match(text):
             raise ConfigurationError(
-                f"{text!r} has lost a slash, as pathlib takes it away: give an s3:// URL as text"
+                f"{shown(text)!r} has lost a slash, as pathlib takes it away: give an s3:// URL as text"
             )
         return LocalStore(text)
     scheme = found[1].lower()
@@ -54,7 +57,7 @@ def open_store(
     if scheme == "s3":
         return _open_s3(text, {"deadline_s": deadline_s, "concurrency": concurrency})
     raise ConfigurationError(
-        f"smdist cannot store in {text!r}: use a path, file:// or s3://, not {scheme}://"
+        f"smdist cannot store in {shown(text)!r}: use a path, file:// or s3://, not {scheme}://"
     )
 
 
@@ -81,7 +84,9 @@ def check_writable(url: str | os.PathLike[str], timeout_s: float | None = None) 
 def _file_path(url: str) -> str:
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost") or not parts.path:
-        raise ConfigurationError(f"{url!r} names another machine: write file:///absolute/path")
+        raise ConfigurationError(
+            f"{shown(url)!r} names another machine: write file:///absolute/path"
+        )
     # What looks like a query or fragment is part of the path in a file URL that somebody typed.
     return unquote(url[url.index("://") + 3 + len(parts.netloc) :])
 
@@ -93,7 +98,7 @@ def _open_s3(url: str, options: dict[str, float | int | None]) -> Store:
         if error.name is None or error.name.split(".")[0] not in _S3_MODULES:
             raise
         raise ConfigurationError(
-            f"{url!r} needs S3 support, which is not installed: pip install 'smdist[s3]'"
+            f"{shown(url)!r} needs S3 support, which is not installed: pip install 'smdist[s3]'"
         ) from error
     given = {name: value for name, value in options.items() if value is not None}
     store: Store = module.open_s3(url, module.S3Options(**given))

@@ -7,7 +7,8 @@ How requests are signed is told in `s3_session`, what is retried in `s3_connecti
 
 A conditional put carries a write id. When an answer is lost and the next attempt is told that the
 object exists, the id says whose it is. Servers other than AWS are asked first whether the key is
-there, as some ignore the condition; two writers may both win on those, as the contract allows.
+there, as some ignore the condition or refuse it; two writers may both win on those, as the contract
+allows.
 """
 
 from __future__ import annotations
@@ -150,11 +151,17 @@ class S3Store:
     async def _put_if_absent(self, key: str, name: str, views: Sequence[memoryview]) -> None:
         connection = await self._connect()
         write_id = uuid.uuid4().hex
-        if not connection.is_aws and await self._head(name) is not None:
+        sure = connection.is_aws and connection.conditions
+        if not sure and await self._head(name) is not None:
             raise ObjectExists(self.url, key, "put")
+        condition = {"IfNoneMatch": "*"} if connection.conditions else {}
         try:
-            await self._put(name, views, {_WRITE_ID: write_id}, {"IfNoneMatch": "*"})
+            await self._put(name, views, {_WRITE_ID: write_id}, condition)
         except RequestFailed as failed:
+            if failed.fault.kind in ("unsupported", "foreign") and condition:
+                connection.conditions = False
+                await self._put_if_absent(key, name, views)
+                return
             if failed.fault.kind != "exists":
                 raise
             if not (failed.unsure and await self._is_ours(name, write_id, views)):

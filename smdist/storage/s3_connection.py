@@ -15,21 +15,15 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import botocore.handlers
-from aiobotocore.config import AioConfig
-from aiobotocore.session import AioSession
-
 from smdist.storage.s3_body import Body
 from smdist.storage.s3_errors import Fault, RequestFailed, classify
-from smdist.storage.s3_session import (
-    ClientSettings,
-    client_settings,
-    config_values,
-    share_models,
-)
+from smdist.storage.s3_lease import Lease, make_lease, other_lease
+from smdist.storage.s3_session import ours
 from smdist.storage.s3_settings import S3Location, S3Options
 
 __all__ = ["Connection", "Counts"]
+
+_CHUNK = 256 << 10
 
 
 @dataclass
@@ -49,10 +43,12 @@ class Connection:
     def __init__(self, location: S3Location, options: S3Options, counts: Counts) -> None:
         self.location, self.options, self.counts = location, options, counts
         self.endpoint = ""
+        self.conditions = True  # until the server says that it knows none
+        self._looked_at = float("-inf")  # when credentials were read again, and were the same
         self._slots = asyncio.Semaphore(options.concurrency)
         self._budget = _ByteBudget(options.in_flight_bytes, counts)
         self._opening = asyncio.Lock()
-        self._lease: _Lease | None = None
+        self._lease: Lease | None = None
         self._random = random.Random()
 
     @property
@@ -84,7 +80,7 @@ class Connection:
         """
         limit = self.options.deadline_s if deadline_s is None else deadline_s
         deadline, attempt, unsure = time.monotonic() + limit, 0, False
-        lease: _Lease | None = None
+        lease: Lease | None = None
         stale = False
         while True:
             attempt += 1
@@ -96,6 +92,10 @@ class Connection:
                 fault = classify(error)
                 if fault is None:
                     raise
+                if lease is not None and fault.rejected and await self._renewed(lease):
+                    self.counts.retries[fault.code] += 1
+                    stale = False
+                    continue
                 pause_s = self._pause_s(fault, attempt)
                 if not fault.retryable or time.monotonic() + pause_s > deadline:
                     raise RequestFailed(fault, error, attempts=attempt, unsure=unsure) from error
@@ -117,18 +117,20 @@ class Connection:
 
     async def _attempt(
         self,
-        lease: _Lease,
+        lease: Lease,
         method: str,
         params: dict[str, Any],
         views: Sequence[memoryview],
         answer_bytes: int,
     ) -> dict[str, Any]:
         body = Body(views)
-        async with self._budget.taken(len(body) + answer_bytes), self._slots, lease.used():
+        # In this order: who has bytes under way gets on, as `_send` may wait for some with a slot.
+        async with self._slots, self._budget.taken(len(body) + answer_bytes), lease.used():
             self.counts.requests[method] += 1
             if len(body):
                 params = {**params, "Body": body}
-            task = asyncio.ensure_future(self._send(lease.client, method, params))
+            work = self._send(lease.client, method, params, counted=answer_bytes > 0)
+            task = asyncio.ensure_future(work)
             try:
                 answer = await self._watch(task, body)
             finally:
@@ -137,23 +139,42 @@ class Connection:
         self.counts.sent_bytes += len(body)
         return answer
 
-    async def _send(self, client: Any, method: str, params: dict[str, Any]) -> dict[str, Any]:
+    async def _send(
+        self, client: Any, method: str, params: dict[str, Any], *, counted: bool
+    ) -> dict[str, Any]:
+        """`counted`: what will be answered counts as under way already."""
         options, request = self.options, getattr(client, method)(**params)
-        if "Body" in params:
-            answer: dict[str, Any] = await request  # `_watch` sees whether it moves
-        else:
-            # The timeouts of aiohttp leave out the resolution of names.
-            limit = options.connect_timeout_s + options.stall_s
-            answer = await asyncio.wait_for(request, limit)
+        with ours():
+            if "Body" in params:
+                answer: dict[str, Any] = await request  # `_watch` sees whether it moves
+            else:
+                # The timeouts of aiohttp leave out the resolution of names.
+                limit = options.connect_timeout_s + options.stall_s
+                answer = await asyncio.wait_for(request, limit)
         if (stream := answer.get("Body")) is not None:
-            # A timeout of the socket does not end a body that comes byte by byte.
-            limit = options.stall_s + int(answer["ContentLength"]) / options.slowest_bytes_per_s
+            size = answer.get("ContentLength")
             try:
-                answer["Body"] = data = await asyncio.wait_for(stream.read(), limit)
+                async with self._budget.taken(0 if counted else size or 0):
+                    answer["Body"] = data = await self._read(stream, size)
             finally:
                 stream.close()
             self.counts.received_bytes += len(data)
         return answer
+
+    async def _read(self, stream: Any, size: int | None) -> bytes:
+        """A timeout of the socket does not end a body that comes byte by byte."""
+        options, began = self.options, time.monotonic()
+        if size is not None:
+            limit = options.stall_s + int(size) / options.slowest_bytes_per_s
+            whole: bytes = await asyncio.wait_for(stream.read(), limit)
+            return whole
+        data = bytearray()  # HTTP/1.1 lets a server begin an answer before it knows its size
+        while True:
+            until = began + options.stall_s + len(data) / options.slowest_bytes_per_s
+            chunk = await asyncio.wait_for(stream.read(_CHUNK), until - time.monotonic())
+            if not chunk:
+                return bytes(data)
+            data += chunk
 
     async def _watch(self, task: asyncio.Task[dict[str, Any]], body: Body) -> dict[str, Any]:
         """aiohttp has timeouts for connecting and for answers, none for a body that is not taken."""
@@ -168,7 +189,7 @@ class Connection:
 
     # -- the client ------------------------------------------------------------------------------
 
-    async def _client(self, stale: _Lease | None) -> _Lease:
+    async def _client(self, stale: Lease | None) -> Lease:
         """The client, made anew if it is `stale`: who comes second finds the new one."""
         lease = self._lease
         if lease is not None and lease is not stale:
@@ -176,65 +197,40 @@ class Connection:
         async with self._opening:
             if self._lease is None or self._lease is stale:
                 try:
-                    fresh = await _lease(self.location, self.options)
+                    fresh = await make_lease(self.location, self.options)
                 except Exception as error:
                     fault = classify(error)
                     if fault is None:
                         raise
                     raise RequestFailed(fault, error, attempts=1, unsure=False) from error
-                old, self._lease = self._lease, fresh
-                self.endpoint = str(fresh.client.meta.endpoint_url)
-                if old is not None:
-                    self.counts.renewals += 1
-                    await old.retire()
+                await self._replace(fresh)
+            assert self._lease is not None
             return self._lease
 
+    async def _renewed(self, refused: Lease) -> bool:
+        """Whether there are other credentials now than those that were refused: `_client` has them."""
+        async with self._opening:
+            if self._lease is not refused:
+                return self._lease is not None
+            if time.monotonic() < self._looked_at + self.options.look_again_s:
+                return False
+            self._looked_at = time.monotonic()
+            try:
+                fresh = await other_lease(self.location, self.options, refused)
+            except Exception as error:
+                if classify(error) is None:
+                    raise
+                return False  # nothing better than what was refused
+            if fresh is not None:
+                await self._replace(fresh)
+            return fresh is not None
 
-class _Lease:
-    """A client that is closed once it is retired and nobody uses it."""
-
-    def __init__(self, client: Any, settings: ClientSettings, closing: Any) -> None:
-        self.client, self.settings = client, settings
-        self._closing, self._users, self._retired = closing, 0, False
-
-    @contextlib.asynccontextmanager
-    async def used(self) -> AsyncIterator[None]:
-        self._users += 1
-        try:
-            yield
-        finally:
-            self._users -= 1
-            await self._close_if_free()
-
-    async def retire(self) -> None:
-        self._retired = True
-        await self._close_if_free()
-
-    async def _close_if_free(self) -> None:
-        if self._retired and not self._users:
-            await self._closing.aclose()
-
-
-async def _lease(location: S3Location, options: S3Options) -> _Lease:
-    session = AioSession(profile=location.profile)
-    share_models(session)
-    settings = client_settings(location, session)
-    values = config_values(settings, connect_s=options.connect_timeout_s, read_s=options.stall_s)
-    config = AioConfig(max_pool_connections=options.concurrency, **values)
-    async with contextlib.AsyncExitStack() as stack:
-        client = await stack.enter_async_context(
-            session.create_client(
-                "s3",
-                region_name=settings.region,
-                endpoint_url=settings.endpoint_url,
-                config=config,
-            )
-        )
-        # "Expect: 100-continue" costs a round trip per put, and aiohttp waits for the answer to it
-        # without any timeout.
-        client.meta.events.unregister("before-call.s3", botocore.handlers.add_expect_header)
-        return _Lease(client, settings, stack.pop_all())
-    raise AssertionError  # no exit stack swallows an error here
+    async def _replace(self, fresh: Lease) -> None:
+        old, self._lease = self._lease, fresh
+        self.endpoint = str(fresh.client.meta.endpoint_url)
+        if old is not None:
+            self.counts.renewals += 1
+            await old.retire()
 
 
 class _ByteBudget:

@@ -27,6 +27,8 @@ Kind = Literal[
     "exists",  # a condition did not hold
     "range",  # starts behind the end
     "no_upload",  # that multipart upload is over
+    "unsupported",  # the server has no such operation
+    "foreign",  # what answers there is no S3 service
     "full",
     "denied",  # asking again gives the same answer
     "expired",  # credentials; newer ones may be there
@@ -40,6 +42,8 @@ _KINDS: dict[str, Kind] = {
     "PreconditionFailed": "exists",
     "InvalidRange": "range",
     "NoSuchUpload": "no_upload",
+    "NotImplemented": "unsupported",
+    "MethodNotAllowed": "unsupported",
     "QuotaExceeded": "full",
     "XMinioStorageFull": "full",
     "XMinioBackendDown": "transient",
@@ -68,14 +72,17 @@ _KINDS: dict[str, Kind] = {
 }
 _STATUS: dict[int, Kind] = {
     404: "missing",
+    405: "unsupported",
     408: "transient",
     412: "exists",
     416: "range",
     429: "throttled",
+    501: "unsupported",
     503: "throttled",
     507: "full",
 }
 _SECRET_KEY = "check AWS_SECRET_ACCESS_KEY or the secret in the profile"
+_TOKEN = "the session token is wrong; set AWS_SESSION_TOKEN anew or unset it"
 _REGION = "the bucket is in another region; set AWS_REGION or ?region="
 _REMEDIES = {
     "NoSuchBucket": "there is no such bucket; create it, or correct the name in the s3:// URL",
@@ -85,7 +92,8 @@ _REMEDIES = {
         "the server does not know this access key; check AWS_ACCESS_KEY_ID or the profile, and "
         "whether the endpoint is the right one"
     ),
-    "InvalidToken": "the session token is wrong; set AWS_SESSION_TOKEN anew or unset it",
+    "InvalidToken": _TOKEN,
+    "InvalidTokenId": _TOKEN,
     "AuthorizationHeaderMalformed": _REGION,
     "PermanentRedirect": _REGION,
     "IllegalLocationConstraintException": _REGION,
@@ -108,6 +116,14 @@ _RIGHTS = {
     "sweep": "s3:ListBucketMultipartUploads and s3:AbortMultipartUpload",
 }
 _DENIED = {"AccessDenied", "AllAccessDisabled", "AccountProblem", "Forbidden", "403", "401"}
+# What credentials that were replaced or revoked lead to, on one server or another.
+_REJECTED = _DENIED | {
+    "InvalidAccessKeyId",
+    "InvalidToken",
+    "InvalidTokenId",
+    "SignatureDoesNotMatch",
+    "NoCredentialsError",  # the file was being written when we read it
+}
 _CREDENTIALS = (
     sdk.NoCredentialsError,
     sdk.PartialCredentialsError,
@@ -140,6 +156,11 @@ class Fault:
     def retryable(self) -> bool:
         return self.kind in ("expired", "throttled", "unreachable", "transient")
 
+    @property
+    def rejected(self) -> bool:
+        """Other credentials, if there are any by now, may fare better."""
+        return self.kind == "denied" and self.code in _REJECTED
+
 
 class RequestFailed(Exception):
     """Between the modules of this store. `unsure`: an earlier attempt may have had its effect."""
@@ -153,7 +174,7 @@ def classify(error: BaseException) -> Fault | None:
     """None: not of the network or the server, but a mistake of ours."""
     name = type(error).__name__
     if isinstance(error, sdk.ClientError):
-        return _answer(error.response)
+        return _answer(error.response, worded=not error.operation_name.startswith("Head"))
     if isinstance(error, _CREDENTIALS):
         return Fault("denied", name)
     if isinstance(error, (sdk.CredentialRetrievalError, sdk.MetadataRetrievalError)):
@@ -180,12 +201,15 @@ def _was_connected(error: BaseException) -> bool:
     )
 
 
-def _answer(response: Any) -> Fault:
+def _answer(response: Any, *, worded: bool) -> Fault:
+    """`worded`: S3 gives its reasons in the body of such an answer, which a HEAD has none of."""
     error, meta = response.get("Error", {}), response.get("ResponseMetadata", {})
     code, status = str(error.get("Code", "")), int(meta.get("HTTPStatusCode", 0))
-    kind = _KINDS.get(code)
-    if kind is None and code in ("", str(status)):  # an answer without a body
+    kind, bare = _KINDS.get(code), code in ("", str(status))
+    if kind is None and bare:
         kind = _STATUS.get(status)
+        if worded and kind in ("missing", "unsupported"):
+            kind = "foreign"
     if kind is None:
         kind = "transient" if status >= 500 or not status else "denied"
         kind = _STATUS.get(status, kind) if status in (429, 503, 507) else kind
@@ -205,7 +229,7 @@ def refusal(
         return ObjectNotFound(location.url, key, operation)
     if fault.kind == "full":
         return StoreFull(location.url, key, operation, text)
-    if fault.kind in ("denied", "expired"):
+    if fault.kind in ("denied", "expired", "unsupported"):
         return StoreForbidden(location.url, key, operation, text)
     return StoreError(location.url, key, operation, text)
 
@@ -226,6 +250,10 @@ def _text(location: S3Location, endpoint: str, operation: str, fault: Fault) -> 
         return f"{bucket}: {fault.code}: the credentials have expired and there are no newer; renew them"
     if fault.kind == "full":
         return f"{bucket}: {fault.code}: there is no room left; free some or raise the quota"
+    if fault.kind == "unsupported":
+        return f"{bucket}: {fault.code}: the server cannot do that"
+    if fault.kind == "foreign" or fault.code == "ResponseParserError":
+        return f"{bucket}: {fault.code}: no S3 service answers there; check the endpoint"
     if fault.kind == "throttled":
         return f"{bucket}: {fault.code}: the server asks for fewer requests"
     if fault.kind == "transient":

@@ -20,6 +20,8 @@ from smdist.storage.s3_errors import RequestFailed
 __all__ = ["part_size", "sweep", "upload"]
 
 _MOST_PARTS = 10_000
+# Of a listing of uploads: rclone's word for none, and those of servers that have no such listing.
+_NONE = ("no_upload", "missing", "unsupported", "foreign")
 _ABORT_DEADLINE_S = 20.0
 
 
@@ -95,7 +97,7 @@ async def sweep(connection: Connection, prefix: str, *, exact: bool = False) -> 
         try:
             page = await connection.call("list_multipart_uploads", params)
         except RequestFailed as failed:
-            if failed.fault.kind != "no_upload":  # rclone's word for none
+            if failed.fault.kind not in _NONE:
                 raise
             break
         uploads = page.get("Uploads", [])

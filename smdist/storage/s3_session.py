@@ -13,17 +13,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 from smdist.storage.s3_settings import S3Location, check_endpoint, is_loopback
 
-__all__ = ["ClientSettings", "client_settings", "config_values", "share_models"]
+__all__ = ["ClientSettings", "client_settings", "config_values", "ours", "share_models"]
 
 _DEFAULT_REGION = "us-east-1"
 _loader: Any = None
+_ours: ContextVar[bool] = ContextVar("smdist_request", default=False)
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,25 @@ class ClientSettings:
     @property
     def is_aws(self) -> bool:
         return self.endpoint_url is None
+
+
+@contextlib.contextmanager
+def ours() -> Iterator[None]:
+    """Requests made here are ours. A script that logs everything gets no session token of them."""
+    token = _ours.set(True)
+    try:
+        yield
+    finally:
+        _ours.reset(token)
+
+
+def _discreet(record: logging.LogRecord) -> bool:
+    return record.levelno > logging.DEBUG or not _ours.get()
+
+
+# These write whole requests and answers, with the token in their heads.
+for _name in ("botocore.auth", "botocore.endpoint", "botocore.parsers"):
+    logging.getLogger(_name).addFilter(_discreet)
 
 
 def share_models(session: Any) -> None:
@@ -58,7 +81,9 @@ def client_settings(location: S3Location, session: Any) -> ClientSettings:
     signing = endpoint is not None and endpoint.startswith("http:") and not is_loopback(endpoint)
     if location.payload_signing is not None:
         signing = location.payload_signing == "on"
-    region = location.region or session.get_config_variable("region") or _DEFAULT_REGION
+    # The SDK knows AWS_DEFAULT_REGION alone, all other tools of AWS this one first.
+    region = location.region or os.environ.get("AWS_REGION")
+    region = region or session.get_config_variable("region") or _DEFAULT_REGION
     return ClientSettings(endpoint, region, style, signing)
 
 

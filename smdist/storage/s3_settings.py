@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from urllib.parse import parse_qsl, quote, urlsplit
 
 from smdist.errors import ConfigurationError, UnknownKey
+from smdist.storage.shown import shown
 
-__all__ = ["S3Location", "S3Options", "is_loopback", "parse_s3_url"]
+__all__ = ["S3Location", "S3Options", "check_endpoint", "is_loopback", "parse_s3_url"]
 
 _QUERY = ("addressing_style", "endpoint_url", "payload_signing", "profile", "region")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
@@ -56,7 +57,7 @@ class S3Options:
     """
 
     concurrency: int = 16  # requests under way, and connections kept
-    in_flight_bytes: int = 128 << 20  # of bodies under way: of puts, and of gets of a known range
+    in_flight_bytes: int = 128 << 20  # of bodies under way, of puts and of gets
     # From this size on. A segment of usual size is one request: in parts it would be six, and takes
     # half as much time again on the client's processor. Several segments go at once anyway.
     multipart_bytes: int = 64 << 20
@@ -67,7 +68,8 @@ class S3Options:
     deadline_s: float = 60.0
     first_pause_s: float = 0.1
     most_pause_s: float = 5.0
-    probe_timeout_s: float = 16.0  # of a server that says nothing; half of it for each of two tries
+    look_again_s: float = 2.0  # at least so long between two looks for credentials that changed
+    probe_timeout_s: float = 14.0  # for a first answer, with everything that is tried meanwhile
 
     def __post_init__(self) -> None:
         if self.concurrency < 1 or self.in_flight_bytes < 1:
@@ -89,10 +91,10 @@ def parse_s3_url(url: str) -> S3Location:
         head, _, prefix = prefix.partition("/")
         bucket = f"{bucket}/{head}" if head else bucket
     if not (_BUCKET.fullmatch(bucket) or _ARN.fullmatch(bucket)):
-        raise ConfigurationError(f"{bucket!r} is no bucket name: write s3://bucket/prefix")
+        raise ConfigurationError(f"{shown(bucket)!r} is no bucket name: write s3://bucket/prefix")
     prefix = prefix.strip("/")
     if "//" in prefix or any(part in (".", "..") for part in prefix.split("/")):
-        raise ConfigurationError(f"{prefix!r} is no prefix for a run: write s3://bucket/a/b")
+        raise ConfigurationError(f"{shown(prefix)!r} is no prefix for a run: write s3://bucket/a/b")
     return S3Location(bucket, prefix, **_options(query))
 
 
@@ -105,7 +107,7 @@ def _options(query: str) -> dict[str, str]:
                 "environment variables or a profile"
             )
         if name not in _QUERY:
-            raise UnknownKey(name, _QUERY, "an s3:// URL")
+            raise UnknownKey(shown(name), _QUERY, "an s3:// URL")
         if not value:
             raise ConfigurationError(f"{name} of the s3:// URL is empty")
         if name in _CHOICES and value not in _CHOICES[name]:
@@ -131,7 +133,7 @@ def check_endpoint(endpoint_url: str) -> None:
         )
     if not valid:
         raise ConfigurationError(
-            f"{endpoint_url!r} is no endpoint_url: write http://host:port or https://host"
+            f"{shown(endpoint_url)!r} is no endpoint_url: write http://host:port or https://host"
         )
 
 

@@ -22,6 +22,7 @@ from urllib.parse import unquote
 
 __all__ = [
     "Answer",
+    "Chunked",
     "Cut",
     "Fault",
     "FaultProxy",
@@ -44,7 +45,10 @@ class Latency:
 
 @dataclass(frozen=True)
 class Answer:
-    """An error of S3 in the server's stead, after the whole request or already after its head."""
+    """An error of S3 in the server's stead, after the whole request or already after its head.
+
+    Without a code it is a page as web servers have them.
+    """
 
     status: int
     code: str
@@ -86,13 +90,20 @@ class Slow:
 
 
 @dataclass(frozen=True)
+class Chunked:
+    """The answer's body comes in chunks, and its head does not say how long it is."""
+
+    whole: bool = True  # False: the connection is closed after half of it
+
+
+@dataclass(frozen=True)
 class Cut:
     """The connection is closed after so many bytes of the answer's body."""
 
     after_bytes: int
 
 
-Fault = Union[Latency, Answer, Reset, HalfOpen, Hold, Slow, Cut]  # noqa: UP007 (3.10)
+Fault = Union[Latency, Answer, Reset, HalfOpen, Hold, Slow, Chunked, Cut]  # noqa: UP007 (3.10)
 
 
 @dataclass
@@ -262,7 +273,7 @@ class FaultProxy:
             fault.done.set()
         if isinstance(fault, Reset):
             _reset(writer)
-        writer.write(head)
+        writer.write(_unmeasured(head) if isinstance(fault, Chunked) else head)
         await _send(writer, answer, fault)
 
     async def _forward(self, request: _Request, body: bytes) -> tuple[bytes, bytes]:
@@ -321,12 +332,20 @@ def _reframed(head: bytes, method: str, length: int) -> bytes:
     return ("\r\n".join(kept) + "\r\n\r\n").encode("latin-1")
 
 
+def _unmeasured(head: bytes) -> bytes:
+    return re.sub(rb"(?im)^content-length:.*\r\n", b"Transfer-Encoding: chunked\r\n", head)
+
+
 def _error(fault: Answer, *, close: bool) -> bytes:
-    body = (
-        '<?xml version="1.0" encoding="UTF-8"?>\n'
-        f"<Error><Code>{fault.code}</Code><Message>injected</Message></Error>"
-    ).encode()
-    head = f"HTTP/1.1 {fault.status} Injected\r\nContent-Type: application/xml\r\n"
+    kind, text = "text/html", f"<!DOCTYPE html>\n<html><body><h1>{fault.status}<br></body></html>"
+    if fault.code:
+        kind = "application/xml"
+        text = (
+            '<?xml version="1.0" encoding="UTF-8"?>\n'
+            f"<Error><Code>{fault.code}</Code><Message>injected</Message></Error>"
+        )
+    body = text.encode()
+    head = f"HTTP/1.1 {fault.status} Injected\r\nContent-Type: {kind}\r\n"
     head += "Connection: close\r\n" if close else ""
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
@@ -342,8 +361,15 @@ async def _send(writer: asyncio.StreamWriter, body: bytes, fault: Fault | None) 
             await writer.drain()
             await asyncio.sleep(1 / fault.bytes_per_s)
         return
+    if isinstance(fault, Chunked):
+        half = len(body) // 2
+        parts = [part for part in (body[:half], body[half:])[: 1 + fault.whole] if part]
+        body = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts)
+        body += b"0\r\n\r\n" if fault.whole else b""
     writer.write(body)
     await writer.drain()
+    if isinstance(fault, Chunked) and not fault.whole:
+        raise _Gone
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:

@@ -1,0 +1,88 @@
+"""A client of the SDK, and the credentials it signs with."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import botocore.handlers
+from aiobotocore.config import AioConfig
+from aiobotocore.session import AioSession
+
+from smdist.storage.s3_session import ClientSettings, client_settings, config_values, share_models
+from smdist.storage.s3_settings import S3Location, S3Options
+
+__all__ = ["Lease", "make_lease", "other_lease"]
+
+
+class Lease:
+    """A client that is closed once it is retired and nobody uses it."""
+
+    def __init__(
+        self, client: Any, settings: ClientSettings, credentials: Any, closing: Any
+    ) -> None:
+        self.client, self.settings, self._credentials = client, settings, credentials
+        self._closing, self._users, self._retired = closing, 0, False
+
+    @contextlib.asynccontextmanager
+    async def used(self) -> AsyncIterator[None]:
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
+            await self._close_if_free()
+
+    async def credentials(self) -> tuple[str, str, str] | None:
+        """Those it signs with; None if there are none."""
+        if self._credentials is None:
+            return None
+        frozen = await self._credentials.get_frozen_credentials()
+        return frozen.access_key, frozen.secret_key, frozen.token or ""
+
+    async def retire(self) -> None:
+        self._retired = True
+        await self._close_if_free()
+
+    async def _close_if_free(self) -> None:
+        if self._retired and not self._users:
+            await self._closing.aclose()
+
+
+async def make_lease(location: S3Location, options: S3Options) -> Lease:
+    session = AioSession(profile=location.profile)
+    share_models(session)
+    settings = client_settings(location, session)
+    values = config_values(settings, connect_s=options.connect_timeout_s, read_s=options.stall_s)
+    config = AioConfig(max_pool_connections=options.concurrency, **values)
+    async with contextlib.AsyncExitStack() as stack:
+        client = await stack.enter_async_context(
+            session.create_client(
+                "s3",
+                region_name=settings.region,
+                endpoint_url=settings.endpoint_url,
+                config=config,
+            )
+        )
+        # "Expect: 100-continue" costs a round trip per put, and aiohttp waits for the answer to it
+        # without any timeout.
+        client.meta.events.unregister("before-call.s3", botocore.handlers.add_expect_header)
+        credentials = await session.get_credentials()  # by now it has found them
+        return Lease(client, settings, credentials, stack.pop_all())
+    raise AssertionError  # no exit stack swallows an error here
+
+
+async def other_lease(location: S3Location, options: S3Options, than: Lease) -> Lease | None:
+    """One with other credentials than that, if there are any by now."""
+    before = await than.credentials()
+    fresh = await make_lease(location, options)
+    try:
+        found = await fresh.credentials()
+    except BaseException:
+        await fresh.retire()
+        raise
+    if found is None or found == before:
+        await fresh.retire()
+        return None
+    return fresh

@@ -571,8 +571,15 @@ typedef struct {
     uint64_t kind, arena, offset;
 } Record;
 
-/* The padded length. A reader that looks meanwhile finds no length there, so the head is last. */
-static size_t frame_write(char *frame, const Record *record) {
+/* Where the next frame of the journal goes, and its ordinal. Moved on here and not by the caller:
+ * a signal is met as soon as the call returns, and what is written must not be written over. */
+typedef struct {
+    uint64_t frame, ordinal;
+} Cursor;
+
+/* A reader that looks meanwhile finds no length there, so the head is last. */
+static void frame_write(Cursor *cursor, const Record *record) {
+    char *frame = (char *)(uintptr_t)cursor->frame;
     unsigned char payload[MOST_OPENING + PAYLOAD_REST], head[FRAME_HEAD], *at = payload;
     uint64_t when;
     memcpy(&when, &record->when, sizeof when);
@@ -587,17 +594,18 @@ static size_t frame_write(char *frame, const Record *record) {
     memcpy(frame + FRAME_HEAD, payload, length);
     memcpy(&both, head, sizeof both);
     __atomic_store_n((uint64_t *)(void *)frame, both, __ATOMIC_RELEASE);
-    return FRAME_HEAD + (length + 7) / 8 * 8;
+    cursor->frame += FRAME_HEAD + (length + 7) / 8 * 8;
+    cursor->ordinal++;
 }
 
 static PyObject *kernel_record(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
     (void)module;
     Record record;
-    uint64_t target, source, size, frame;
+    uint64_t target, source, size, place;
     char *opening;
     if (arguments("record", nargs, 9) < 0 || as_uint64(args[0], &target) < 0 ||
         as_uint64(args[1], &source) < 0 || as_uint64(args[2], &size) < 0 ||
-        as_uint64(args[3], &frame) < 0 ||
+        as_uint64(args[3], &place) < 0 ||
         PyBytes_AsStringAndSize(args[4], &opening, &record.opening_bytes) < 0 ||
         as_uint64(args[6], &record.kind) < 0 || as_uint64(args[7], &record.arena) < 0 ||
         as_uint64(args[8], &record.offset) < 0)
@@ -605,7 +613,8 @@ static PyObject *kernel_record(PyObject *module, PyObject *const *args, Py_ssize
     record.opening = opening;
     record.when = PyFloat_AsDouble(args[5]);
     if (record.when == -1.0 && PyErr_Occurred()) return NULL;
-    if (!frame || frame % FRAME_HEAD || (size && !(target && source)) ||
+    Cursor *cursor = (Cursor *)(uintptr_t)place;
+    if (!cursor || !cursor->frame || cursor->frame % FRAME_HEAD || (size && !(target && source)) ||
         record.opening_bytes > MOST_OPENING || record.kind > UINT32_MAX ||
         record.arena > UINT32_MAX) {
         PyErr_SetString(PyExc_ValueError, "record(): an address or a number that cannot be");
@@ -619,7 +628,8 @@ static PyObject *kernel_record(PyObject *module, PyObject *const *args, Py_ssize
         moves_run(&move, 1);
         Py_END_ALLOW_THREADS
     }
-    return PyLong_FromSize_t(frame_write((char *)(uintptr_t)frame, &record));
+    frame_write(cursor, &record);
+    Py_RETURN_NONE;
 }
 
 /* ---- statistics -------------------------------------------------------------------------- */
@@ -779,8 +789,8 @@ static PyMethodDef METHODS[] = {
     {"copy", (PyCFunction)(void (*)(void))kernel_copy, METH_FASTCALL,
      "copy(targets, sources, sizes, /)\n--\n\nCopy many ranges of memory that do not overlap."},
     {"record", (PyCFunction)(void (*)(void))kernel_record, METH_FASTCALL,
-     "record(target, source, size, frame, opening, when, kind, arena, offset, /)\n--\n\n"
-     "Copy, then write the journal's frame that says so; how long that is."},
+     "record(target, source, size, cursor, opening, when, kind, arena, offset, /)\n--\n\n"
+     "Copy, then write the journal's frame that says so, and move the cursor on."},
     {"statistics", (PyCFunction)(void (*)(void))kernel_statistics, METH_FASTCALL,
      "statistics(addresses, counts, dtypes, out, stride, /)\n--\n\n"
      "Write one row of ten float64 per tensor at out + i * stride."},

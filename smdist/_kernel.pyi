@@ -5,14 +5,14 @@ def record(
     target: int,
     source: int,
     size: int,
-    frame: int,
+    cursor: int,
     opening: bytes,
     when: float,
     kind: int,
     arena: int,
     offset: int,
     /,
-) -> int: ...
+) -> None: ...
 def statistics(
     addresses: Sequence[int],
     counts: Sequence[int],

@@ -226,17 +226,19 @@ class NumpyKernel:
         target: int,
         source: int,
         size: int,
-        frame: int,
+        cursor: int,
         opening: bytes,
         when: float,
         kind: int,
         arena: int,
         offset: int,
         /,
-    ) -> int:
+    ) -> None:
+        place = (ctypes.c_uint64 * 2).from_address(cursor) if cursor > 0 else [0, 0]
+        frame = place[0]
         if (
             min(target, source, size, kind, arena, offset) < 0
-            or frame <= 0
+            or not frame
             or frame % _HEAD.size
             or (size and not (target and source))
             or len(opening) > _MOST_OPENING
@@ -248,7 +250,8 @@ class NumpyKernel:
         head = _HEAD.pack(len(payload), google_crc32c.value(payload))
         ctypes.memmove(frame + _HEAD.size, payload, len(payload))
         ctypes.memmove(frame, head, _HEAD.size)
-        return _HEAD.size + len(payload) + (-len(payload) % 8)
+        place[0] = frame + _HEAD.size + len(payload) + (-len(payload) % 8)
+        place[1] += 1
 
     @staticmethod
     def statistics(
@@ -313,12 +316,13 @@ _chosen: Any = _compiled if compiled else NumpyKernel
 copy: Callable[[Sequence[int], Sequence[int], Sequence[int]], None] = _chosen.copy
 """copy(targets, sources, sizes): copy many ranges of bytes; a target overlaps no source."""
 
-record: Callable[[int, int, int, int, bytes, float, int, int, int], int] = _chosen.record
-"""record(target, source, size, frame, opening, when, kind, arena, offset): copy, then say so.
+record: Callable[[int, int, int, int, bytes, float, int, int, int], None] = _chosen.record
+"""record(target, source, size, cursor, opening, when, kind, arena, offset): copy, then say so.
 
-What it says is a `Part` in a frame of the journal, at the address `frame`, a multiple of 8 with 72
-bytes of room. `opening` is the beginning of the record as it is encoded, up to its time. The bytes
-are in their place before the frame is; the length of that comes back.
+What it says is a `Part` in a frame of the journal. At the address `cursor` are two numbers of 64
+bits: the address of that frame, a multiple of 8 with 72 bytes of room, and its ordinal; both are
+those of the next one afterwards. `opening` is the beginning of the record as it is encoded, up to
+its time. The bytes are in their place before the frame is.
 """
 
 statistics: Callable[[Sequence[int], Sequence[int], Sequence[str], int, int], None]

@@ -246,11 +246,13 @@ class Capture(Generic[T]):
         if left < nbytes and not self._buffer.renew(nbytes, journal.next_ordinal - 1):
             return False
         at = strip.at
+        strip.at = (
+            at + nbytes + -nbytes % ALIGNMENT
+        )  # first: a signal may end this after the record
         try:
             journal.put(strip.address + at, address, nbytes, kind, strip.arena, at)
         except JournalFileFull:
             return False
-        strip.at = at + nbytes + -nbytes % ALIGNMENT
         self._captured_bytes += nbytes
         self._step_bytes += nbytes
         return True
@@ -290,12 +292,12 @@ class Capture(Generic[T]):
         targets, sources, sizes = [], [], []
         for index, offset, size in zip(plan.raw, plan.raw_offsets, plan.raw_sizes, strict=True):
             tensor = tensors[index]
-            if host.on_device(tensor):
-                waits.append(host.start_copy(tensor, target[offset : offset + size]))
-            elif address := host.address(tensor):
+            if address := host.address(tensor):
                 targets.append(base + offset)
                 sources.append(address)
                 sizes.append(size)
+            elif host.on_device(tensor):
+                waits.append(host.start_copy(tensor, target[offset : offset + size]))
             elif size:
                 host.write(tensor, target[offset : offset + size])
         kernel.copy(targets, sources, sizes)

@@ -20,6 +20,7 @@ import re
 import struct
 import sys
 import time
+from array import array
 from collections.abc import Callable
 
 import google_crc32c
@@ -62,11 +63,17 @@ class JournalWriter:
         self._file_bytes = file_bytes
         self._encode: Callable[[Record], bytes] = msgspec.msgpack.Encoder().encode
         self.generation = -1  # index of the current file
-        self.next_ordinal = 0
         self._map: mmap.mmap | None = None
-        self._at = self._end = self._address = 0
+        self._address = self._end = 0  # of the file in memory
+        # Address of the next frame, and its ordinal: where the kernel can move them on, too.
+        self._cursor = array("Q", [0, 0])
+        self._cursor_address = self._cursor.buffer_info()[0]
         self._opening = b""
         self._rotate(0)
+
+    @property
+    def next_ordinal(self) -> int:
+        return self._cursor[1]
 
     def append(self, record: Record) -> int:
         """Its ordinal. The record is safe from this process's death when this returns.
@@ -74,15 +81,13 @@ class JournalWriter:
         Raises JournalFileFull when it has no room.
         """
         payload = self._encode(record)
-        need = _padded(len(payload))
-        if self._at + need > self._end:
+        need, (at, ordinal) = _padded(len(payload)), self._cursor
+        if at + need > self._end:
             raise JournalFileFull
-        self._write(
-            self._map, self._at, _FRAME.pack(len(payload), google_crc32c.value(payload)) + payload
-        )
-        self._at += need
-        self.next_ordinal += 1
-        return self.next_ordinal - 1
+        head = _FRAME.pack(len(payload), google_crc32c.value(payload))
+        self._write(self._map, at - self._address, head + payload)
+        self._cursor[0], self._cursor[1] = at + need, ordinal + 1
+        return ordinal
 
     def begin(self, mode: int, mode_step: int, step: int) -> None:
         """The step of the parts that `put` will record."""
@@ -92,21 +97,10 @@ class JournalWriter:
         self, target: int, source: int, nbytes: int, kind: int, arena: int, offset: int
     ) -> None:
         """Copy a part into the arena, and append the record of it; as little as that can take."""
-        at = self._at
-        if at + _MOST_PART > self._end:
+        if self._cursor[0] + _MOST_PART > self._end:
             raise JournalFileFull
-        self._at = at + kernel.record(
-            target,
-            source,
-            nbytes,
-            self._address + at,
-            self._opening,
-            time.time(),
-            kind,
-            arena,
-            offset,
-        )
-        self.next_ordinal += 1
+        place, opening = self._cursor_address, self._opening
+        kernel.record(target, source, nbytes, place, opening, time.time(), kind, arena, offset)
 
     def _write(self, file: mmap.mmap | None, at: int, data: bytes) -> None:
         assert file is not None
@@ -124,16 +118,18 @@ class JournalWriter:
         new = _reserve(self._spool, name, size)
         self._write(new, 0, _HEADER.pack(_MAGIC, self.next_ordinal))
         if self._map is not None:
-            self._write(self._map, self._at, _FRAME.pack(_CONTINUED, 0))
+            at = self._cursor[0] - self._address
+            self._write(self._map, at, _FRAME.pack(_CONTINUED, 0))
             self._map.close()
         self._map, self._address = new, kernel.address_of(new)
-        self._at, self._end = _HEADER.size, size - _FRAME.size  # a frame that leads on fits, always
+        self._cursor[0] = self._address + _HEADER.size
+        self._end = self._address + size - _FRAME.size  # there is always room for the way on
         self.generation += 1
 
     def close(self) -> None:
         if self._map is not None:
             self._map.close()
-            self._map, self._end = None, self._at
+            self._map, self._end = None, 0
 
 
 def _reserve(spool: Spool, name: str, size: int) -> mmap.mmap:

@@ -6,11 +6,13 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+from smdist import kernel
 from smdist.codec import dtype_code, numpy_dtype
 from smdist.identity import ModeKeys, StepRef
 from smdist.manifest import Run, Session
@@ -484,3 +486,35 @@ def test_a_step_larger_than_the_buffer_comes_through_gradient_by_gradient(
         done.set()
         uploader.join()
     assert capture.usage().dropped_tensors == 0
+
+
+def test_what_a_signal_interrupts_is_recorded_and_not_written_over(
+    spool: Spool, make: Callable[..., Capture[Array]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python meets a Ctrl-C that came during the copy right after the call that made it."""
+    capture = make()
+    parts = gradients(4)
+    record = kernel.record
+
+    def interrupted(*arguments: Any) -> None:
+        record(*arguments)
+        raise KeyboardInterrupt
+
+    capture.begin(step(0))
+    for plan, arrays in parts:
+        capture.save(plan, arrays)
+    capture.begin(step(1))
+    for number, (plan, arrays) in enumerate(parts):
+        if number == 1:
+            monkeypatch.setattr(kernel, "record", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                capture.save(plan, arrays)
+            monkeypatch.undo()
+        else:
+            assert capture.save(plan, arrays)
+    capture.end()
+    pieces = read(spool)
+    assert [piece.ordinal for piece in pieces] == list(range(len(pieces)))
+    assert len(pieces) == 4 * 3 + 3
+    for number, (_, arrays) in enumerate(parts):
+        np.testing.assert_array_equal(tensors_of(spool)[1, f"g{number}"], arrays[0])

@@ -432,11 +432,12 @@ def frame_of(
     """The bytes at `frame` after a call, those behind it included."""
     source = np.arange(nbytes, dtype=np.uint8)
     target, frame = np.zeros(nbytes + 1, np.uint8), np.zeros(16, np.uint64)
-    length = implementation.record(
+    cursor = np.array([frame.ctypes.data, 41], np.uint64)
+    implementation.record(
         target.ctypes.data,
         source.ctypes.data if nbytes else 0,
         nbytes,
-        frame.ctypes.data,
+        cursor.ctypes.data,
         opening,
         1.7e9,
         4,
@@ -445,7 +446,9 @@ def frame_of(
     )
     np.testing.assert_array_equal(target[:nbytes], source)
     assert target[nbytes] == 0
+    length = int(cursor[0]) - frame.ctypes.data
     assert length % 8 == 0
+    assert cursor[1] == 42
     assert not frame.view(np.uint8)[length:].any()
     return frame.tobytes()
 
@@ -467,18 +470,30 @@ def test_frames_are_the_same_whoever_writes_them(implementation: Any) -> None:
 
 @pytest.mark.parametrize(
     ("place", "value"),
-    [(0, 0), (1, 0), (2, -1), (3, 0), (3, 12), (4, b"x" * 33), (6, 1 << 32), (7, 1 << 32), (8, -1)],
+    [(0, 0), (1, 0), (2, -1), (3, 0), (4, b"x" * 33), (6, 1 << 32), (7, 1 << 32), (8, -1)],
 )
 def test_a_record_of_nonsense_writes_nothing(
     implementation: Any, place: int, value: object
 ) -> None:
     memory = np.zeros(32, np.uint64)
     at = memory.ctypes.data
-    arguments: list[object] = [at, at + 64, 8, at + 128, b"\x94", 0.0, 0, 0, 0]
+    cursor = np.array([at + 128, 0], np.uint64)
+    arguments: list[object] = [at, at + 64, 8, cursor.ctypes.data, b"\x94", 0.0, 0, 0, 0]
     implementation.record(*arguments)
     assert memory.any()
     memory[:] = 0
     arguments[place] = value
     with pytest.raises(ValueError, match=r"record|negative"):
         implementation.record(*arguments)
+    assert not memory.any()
+
+
+def test_a_record_at_no_place_of_a_frame_writes_nothing(implementation: Any) -> None:
+    memory, cursor = np.zeros(32, np.uint64), np.zeros(2, np.uint64)
+    at = memory.ctypes.data
+    for nowhere in (0, at + 12):
+        cursor[0] = nowhere
+        with pytest.raises(ValueError, match="record"):
+            implementation.record(at, at + 64, 8, cursor.ctypes.data, b"", 0.0, 0, 0, 0)
+        assert cursor.tolist() == [nowhere, 0]
     assert not memory.any()

@@ -67,9 +67,11 @@ class _Once(Watcher):
 
     async def _poll(self) -> None:
         known = -1
-        while known < self._manifests and not self._follow.settled:
+        while known < self._manifests:
             known = self._manifests
-            await super()._poll()
+            await super()._poll()  # at least once: it folds what was found while it was opened, too
+            if self._follow.settled:
+                return
 
     def _has_ended(self) -> bool:
         """Nobody waits here for a failed job to be started again: who reads finds out by itself."""

@@ -245,6 +245,20 @@ class NoSuchRun(TrialError):
         return f"no run at {self.url}: check the path, or wait until the job's first rank started"
 
 
+class RunReplaced(TrialError):
+    """Another run was begun in the place of the one that a trial has opened."""
+
+    def __init__(self, url: str, run_id: str, other: str) -> None:
+        self.url, self.run_id, self.other = url, run_id, other
+        super().__init__(url, run_id, other)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.url} holds run {self.other} by now; this trial is of run {self.run_id}, which "
+            "was removed, and stays as it is: open another one"
+        )
+
+
 class _StepError(TrialError):
     def __init__(self, step: int, mode: ModeKeys = ModeKeys.GLOBAL) -> None:
         self.step, self.mode = step, mode

@@ -40,6 +40,7 @@ from smdist.trials.catalogue import Catalogue, StepState
 from smdist.trials.loader import Loader
 from smdist.trials.reader import GAP, REMOTE_GAP, Reader
 from smdist.trials.snapshots import Snapshots
+from smdist.trials.trust import Care
 
 __all__ = ["Follower", "no_refresh"]
 
@@ -64,7 +65,7 @@ class Follower:
         self._unreadable: dict[str, str] = {}
         self.run: Run = sync.run(self._loader.run())
         self.catalogue = replace(catalogue, since=self.run.created)
-        self._refresh(thorough=False)
+        self._refresh("opening")
         sync.keep(self, store.close)  # scripts seldom close a trial
 
     def close(self) -> None:
@@ -72,11 +73,11 @@ class Follower:
 
     def refresh(self) -> None:
         """Move on to what the store holds now. Reads only what is new."""
-        self._refresh(thorough=True)
+        self._refresh("asked")
 
-    def _refresh(self, *, thorough: bool) -> None:
+    def _refresh(self, care: Care) -> None:
         with self._refreshing:
-            news = sync.run(self._loader.poll(thorough=thorough))
+            news = sync.run(self._loader.poll(care))
             self._unreadable.update(news.troubles)
             self.reader.keep(news.attached)
             if news.collections is not None:
@@ -107,10 +108,10 @@ class Follower:
         """Move on, unless `no_refresh` or the end of the job says that there is no need."""
         self.move_on()
 
-    def move_on(self) -> bool:
+    def move_on(self, care: Care = "following") -> bool:
         if self.catalogue.finished or not self.dynamic_refresh:
             return False
-        self.refresh()
+        self._refresh(care)
         return True
 
     def ask(self, query: Callable[[Catalogue], T]) -> T:
@@ -118,9 +119,17 @@ class Follower:
         try:
             return query(self.catalogue)
         except StepNotYetAvailable:
-            if not self.move_on():
+            if not self.move_on("close"):
+                raise
+            self._check_same()
+        except StepUnavailable:
+            if not self._loader.unsure or not self.move_on("sure"):
                 raise
         return query(self.catalogue)
+
+    def _check_same(self) -> None:
+        if self._loader.replaced is not None:
+            raise self._loader.replaced
 
     @property
     def loaded_all_steps(self) -> bool:
@@ -150,6 +159,9 @@ class Follower:
         for step in required_steps:
             for _ in self._polls(deadline, f"step {step} of mode {mode.name}"):
                 state = self.catalogue.state(step, mode)
+                if state is StepState.UNAVAILABLE and self._loader.unsure:
+                    self._refresh("sure")
+                    state = self.catalogue.state(step, mode)
                 if state is StepState.AVAILABLE:
                     break
                 if state is StepState.UNAVAILABLE:
@@ -165,7 +177,7 @@ class Follower:
         for _ in self._polls(_deadline(timeout_s), f"a step from {step} on"):
             found = self.catalogue.next_step(step, mode)
             if found is None:
-                if self.catalogue.finished:
+                if self.catalogue.finished and not self._loader.unsure:
                     break
             elif self.catalogue.state(found, mode) is StepState.AVAILABLE:
                 return found
@@ -173,16 +185,16 @@ class Follower:
 
     def _polls(self, deadline: float, what: str) -> Iterator[None]:
         """Yield, and refresh before every further turn, less and less often."""
-        pause = POLL_FIRST_S
+        pause, last = POLL_FIRST_S, False
         yield
-        while True:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise WaitTimeout(f"{self._store.url}: {what} did not come in time")
-            self.refresh()
+        while not last:
+            last = time.monotonic() >= deadline
+            self._refresh("sure" if last or self.catalogue.finished else "following")
             yield
+            self._check_same()
             time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
             pause = min(2 * pause, POLL_MOST_S)
+        raise WaitTimeout(f"{self._store.url}: {what} did not come in time")
 
 
 def _collection(info: CollectionInfo) -> Collection:

@@ -6,7 +6,7 @@ layouts by digest. A rank whose last manifest says "ended" is not asked again. A
 before we came has left a summary: one request instead of its session and all its manifests.
 
 Where a coordinator has merged the run, its newest snapshot is read instead, and that is all while
-the coordinator is at work. Once it has said its last word, sessions are listed, in case the job was
+the coordinator is at work (`trust` says how that is seen). Once it has said its last word, sessions are listed, in case the job was
 started again without it, and each rank that did not end is asked for its next manifest, in case its
 buffer was recovered; `thorough` looks closer. Of a coordinator that has gone silent, the rest is read
 from the ranks.
@@ -19,13 +19,13 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 
 from smdist.coordination.loading import together
 from smdist.coordination.merge import View, add
-from smdist.errors import NoSuchRun, ObjectNotFound, TrialError
+from smdist.errors import NoSuchRun, ObjectNotFound, RunReplaced, TrialError
 from smdist.identity import worker_name, worker_rank
 from smdist.layout import Layout
 from smdist.manifest import (
@@ -48,6 +48,7 @@ from smdist.pipeline.attached import settle
 from smdist.storage.base import Store
 from smdist.trials.progress import Progress, progress_of
 from smdist.trials.snapshots import Snapshot, Snapshots
+from smdist.trials.trust import Care, most_age_s
 
 __all__ = ["Loader", "News"]
 
@@ -59,6 +60,11 @@ _SUMMARY = re.compile(r"summaries/worker_(\d+)/(\d+)\.json")
 _MANIFEST = re.compile(r"manifests/worker_(\d+)/(\d+)-(\d+)\.json")
 
 _PAGE = 1000  # keys that a listing of a bucket gives at once
+_JUST_NOW_S = 1.0  # no coordinator and no rank is expected to be faster
+_CHECK_S = 5.0  # between two looks whether it is still the same run, if nothing new was read
+
+Depth = Literal["", "manifests", "all"]
+"""What the ranks are asked for; heartbeats and collections too, or not."""
 
 Owner = tuple[int, int]
 """Attempt and rank."""
@@ -98,6 +104,10 @@ class Loader:
         self._layouts: set[str] = set()
         self._wanted: set[str] = set()
         self._described = False
+        self._asked_at = float("-inf")  # the ranks
+        self._ahead = False  # they knew more than the snapshot
+        self._checked_at, self._unchecked = time.monotonic(), False
+        self.replaced: RunReplaced | None = None
 
     async def run(self) -> Run:
         """The run's head; NoSuchRun when there is none yet."""
@@ -117,10 +127,17 @@ class Loader:
         self._run_id = run.run_id
         return run
 
-    async def poll(self, *, thorough: bool = False) -> News:
+    async def poll(self, care: Care = "opening") -> News:
+        """What is new. Nothing any more once another run is in the place of this one."""
         news = self._untold
-        if await self._poll_snapshot(news, thorough):
-            await self._poll_ranks(news)
+        if self.replaced is not None:
+            return news
+        depth = await self._poll_snapshot(news, care)
+        if depth:
+            await self._poll_ranks(news, hear=depth == "all")
+            self._asked_at = time.monotonic()
+            if not await self._is_same(news):
+                news = self._untold = News(troubles={RUN_KEY: str(self.replaced)})
         else:
             await self._each(partial(self._load_layout, news), sorted(self._wanted))
             if news.base is not None:
@@ -131,31 +148,71 @@ class Loader:
         """What the last poll returned was taken in; until then, the next one returns it too."""
         self._untold = News()
 
-    async def _poll_snapshot(self, news: News, thorough: bool) -> bool:
-        """Move on to the newest snapshot; whether the ranks are to be asked too."""
+    @property
+    def unsure(self) -> bool:
+        """Whether the ranks may know better than the snapshot that was loaded last."""
+        pinned = self._pinned
+        return pinned is not None and not pinned.pointer.final and not self._asked_just_now
+
+    @property
+    def _asked_just_now(self) -> bool:
+        return time.monotonic() - self._asked_at <= _JUST_NOW_S
+
+    async def _poll_snapshot(self, news: News, care: Care) -> Depth:
+        """Move on to the newest snapshot; what the ranks are to be asked for besides."""
         if self._snapshots is None:
-            return True
+            return "all"
         newest = await self._snapshots.newest(self._run_id)
         news.troubles.update(self._snapshots.troubles)
         if newest is None:
-            return True
+            return "all"
         before, self._pinned = self._pinned, newest
         if before is None or newest.view is not before.view:
             self._resume(newest, news)
-        if newest.pointer.final and not thorough:
-            return await self._is_more()
-        return newest.pointer.final or not await self._snapshots.up_to_date(newest, time.time())
+        if newest.pointer.final:
+            return "all" if care != "opening" or await self._is_more() else ""
+        trust = await self._snapshots.trust(newest)
+        if trust == "gone" or care == "sure" or (trust == "held" and self._ahead):
+            return "all"
+        if care == "close":
+            return "" if self._asked_just_now else "manifests"
+        asked_s = time.monotonic() - self._asked_at
+        if trust == "fresh" or (care == "following" and asked_s <= most_age_s(newest.pointer)):
+            return ""
+        return "manifests"
+
+    async def _is_same(self, news: News) -> bool:
+        """Whether what was read is of the run that was opened.
+
+        A run claims its place before its ranks write there, so it is looked at afterwards.
+        """
+        due = time.monotonic() - self._checked_at >= _CHECK_S
+        if not self._run_id or not (due or self._unchecked):
+            return True
+        try:
+            found = msgspec.json.decode(await self._store.get(RUN_KEY), type=Run).run_id
+        except (ObjectNotFound, msgspec.DecodeError) as error:
+            news.troubles[RUN_KEY] = f"{RUN_KEY} of run {self._run_id} cannot be read: {error}"
+            return True
+        self._checked_at, self._unchecked = time.monotonic(), False
+        if found != self._run_id:
+            self.replaced = RunReplaced(self._store.url, self._run_id, found)
+        return self.replaced is None
 
     async def _is_more(self) -> bool:
         """Whether there is something that a snapshot said to be the last one does not know."""
         if any(key not in self._sessions for key in await self._list_sessions()):
             return True
         rest = [owner for owner, progress in self._progress.items() if not progress.ended]
-        manifests = sum(progress.next for progress in self._progress.values())
-        if len(rest) > 1 + manifests // _PAGE:
+        if len(rest) > self._pages:
             # A whole job was lost: one listing takes fewer requests than one for each rank.
             return bool(self._lacking(await self._store.list("manifests/")))
         return any(await self._each(self._has_next, rest))
+
+    @property
+    def _pages(self) -> int:
+        """Requests that a listing of all manifests takes."""
+        return 1 + sum(progress.next for progress in self._progress.values()) // _PAGE
 
     async def _has_next(self, owner: Owner) -> bool:
         attempt, rank = owner
@@ -169,6 +226,7 @@ class Loader:
 
     def _resume(self, snapshot: Snapshot, news: News) -> None:
         """Take over what the snapshot has read. What we have read beyond it stays read."""
+        self._ahead = False
         news.base = snapshot.view
         for digest in snapshot.layouts.keys() - self._layouts:
             news.layouts[digest] = snapshot.layouts[digest]
@@ -188,13 +246,19 @@ class Loader:
                 self._wanted.update(entry.layout for entry in blocks if entry.layout)
         self._wanted -= self._layouts
 
-    async def _poll_ranks(self, news: News) -> None:
+    async def _poll_ranks(self, news: News, *, hear: bool) -> None:
+        known = len(self._sessions)
         await self._poll_sessions(news)
         live = [owner for owner, progress in self._progress.items() if not progress.ended]
-        await self._each(partial(self._load_manifest, news), await self._fresh(live))
-        await self._each(partial(self._poll_heartbeat, news), live)
+        fresh = await self._fresh(live, sparing=not hear)
+        self._ahead = self._ahead or bool(fresh)
+        if known and (fresh or len(self._sessions) > known):  # run.json was read before the first
+            self._unchecked = True
+        await self._each(partial(self._load_manifest, news), fresh)
+        if hear:
+            await self._each(partial(self._poll_heartbeat, news), live)
         await self._each(partial(self._load_layout, news), sorted(self._wanted))
-        if live or not self._described:
+        if (live and hear) or not self._described:
             await self._load_collections(news)
 
     async def thinned(self) -> list[Thinned]:
@@ -258,8 +322,10 @@ class Loader:
             self._take(news, key, manifest)
             progress.saw(manifest.seq)
 
-    async def _fresh(self, live: Sequence[Owner]) -> list[_Fresh]:
+    async def _fresh(self, live: Sequence[Owner], *, sparing: bool) -> list[_Fresh]:
         """Manifests that were not read yet."""
+        if sparing and len(live) > self._pages:
+            return self._lacking(await self._store.list("manifests/"))
         new = [owner for owner in live if not self._progress[owner].upto]
         keys: list[str] = []
         if len(new) > 1 and 2 * len(new) > len(self._progress):

@@ -9,8 +9,9 @@ makes no sense, is put together again from the manifests of the ranks, and `trou
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from threading import Lock
 
@@ -38,10 +39,10 @@ from smdist.layout import Layout
 from smdist.storage.base import Store
 from smdist.trials.reader import Run
 from smdist.trials.rereading import Rereading
+from smdist.trials.trust import Sighting, Trust, least_age_s, trust
 
 __all__ = ["Snapshot", "Snapshots"]
 
-_FRESH_INTERVALS, _FRESH_MARGIN_S = 3.0, 1.0
 _UNPACKED = 3  # columns in memory are about that much larger than stored
 
 
@@ -51,13 +52,6 @@ class Snapshot:
     writer: str
     view: View
     layouts: Mapping[str, Layout]
-
-    def fresh(self, now: float) -> bool:
-        if not self.pointer.interval_s:  # whoever wrote it did not stay
-            return False
-        # A clock that is far ahead of ours says nothing either.
-        age = abs(now - self.pointer.time)
-        return age <= _FRESH_INTERVALS * self.pointer.interval_s + _FRESH_MARGIN_S
 
     @property
     def lease_key(self) -> str:
@@ -71,9 +65,11 @@ class Snapshots:
     cache_bytes: int = 256 << 20
     concurrency: int = 16
     troubles: dict[str, str] = field(default_factory=dict)
+    clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         self._current: Snapshot | None = None
+        self._sighting = Sighting()
         self._chunks: dict[str, Chunk] = {}
         self._packs: tuple[str, ...] = ()
         self._drops: dict[str, Content] = {}
@@ -95,6 +91,8 @@ class Snapshots:
             self._current = replace(current, pointer=pointer)
         elif current is None or _order(pointer) > _order(current.pointer):
             self._current = await self._load(pointer, run_id) or current
+        if self._current is not None and self._current.pointer == pointer:
+            self._sighting.saw(pointer, self.clock(), time.time())
         return self._current
 
     async def _pointer(self) -> Pointer | None:
@@ -125,19 +123,19 @@ class Snapshots:
         self._packs = head.layout_packs
         return Snapshot(pointer, head.writer, view, layouts)
 
-    async def up_to_date(self, snapshot: Snapshot, now: float) -> bool:
-        """Its writer is at work, so what it does not say was not there a moment ago.
-
-        It writes when there is something new, and renews its lease when there is not.
-        """
-        if snapshot.fresh(now):
-            return True
+    async def trust(self, snapshot: Snapshot) -> Trust:
+        """Whether what it does not say was there a moment ago."""
+        pointer, age_s = snapshot.pointer, self._sighting.age_s(self.clock())
+        if not pointer.interval_s:  # whoever wrote it did not stay
+            return "gone"
+        if age_s <= least_age_s(pointer):
+            return "fresh"
         try:
             data = await self.store.get(snapshot.lease_key)
             lease = msgspec.json.decode(data, type=Lease)
         except (ObjectNotFound, msgspec.DecodeError):
-            return False
-        return not lease.released and abs(now - lease.time) <= lease.lease_s
+            lease = None
+        return trust(pointer, age_s, lease, time.time())
 
     # -- columns -----------------------------------------------------------------------------
 

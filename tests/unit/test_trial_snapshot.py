@@ -50,6 +50,10 @@ def grow_old(store: MemoryStore) -> None:
     store.objects[POINTER_KEY] = msgspec.json.encode(old)
 
 
+def wait_on(trial: Trial, seconds: float) -> None:
+    trial._snapshots.clock = lambda: time.monotonic() + seconds
+
+
 def asked(question: Callable[..., Any], *about: Any) -> Any:
     try:
         return question(*about)
@@ -193,6 +197,8 @@ def test_a_snapshot_changes_no_answer(
         merger.write(final=how == "final")
     elif how == "died":
         grow_old(store)
+    for each in old:
+        wait_on(each, 1000.0)
     options = {"attempt": attempt, "range_steps": range_steps}
     expected = open_trial(without_snapshots(store), **options)
     trial = open_trial(store, **options)
@@ -463,17 +469,124 @@ def test_an_older_pointer_takes_no_trial_back() -> None:
     assert trial.steps() == [0, 1]
 
 
-def test_a_coordinator_with_nothing_to_write_is_not_taken_for_dead() -> None:
+def hold_lease(store: Store, *, released: bool = False, age_s: float = 0.0) -> None:
+    lease = Lease(1, "w", time.time() - age_s, 30.0, released)
+    sync.run(store.put(Standing(1, "w").lease_key, [msgspec.json.encode(lease)]))
+
+
+def test_a_coordinator_with_nothing_to_write_costs_two_listings_and_no_heartbeats() -> None:
     store = CountingStore()
-    job(store, 2, 1)
+    job(store, 3, 1)
     SnapshotWriter(store).write(age_s=20, interval_s=1.0)
-    lease_key = Standing(1, "w").lease_key
     for released in (False, True):
-        lease = Lease(1, "w", time.time() - 5, 30.0, released)
-        sync.run(store.put(lease_key, [msgspec.json.encode(lease)]))
+        hold_lease(store, released=released, age_s=5)
         store.lists.clear()
-        open_trial(store)
-        assert bool(store.lists) == released
+        store.kinds()
+        trial = open_trial(store)
+        assert store.kinds()["heartbeats"] == 3 * released
+        assert bool(len(store.lists) > 2) == released
+    hold_lease(store)
+    store.lists.clear()
+    for _ in range(3):
+        trial.move_on()  # what a loop does
+    assert store.lists == [], "the ranks were asked just now"
+
+
+@pytest.mark.parametrize("question", ["refresh", "wait", "open", "ask", "no more", "again"])
+def test_a_coordinator_that_died_hides_nothing_though_its_lease_runs(question: str) -> None:
+    store = MemoryStore()
+    (writer,) = job(store, 1, 2)
+    SnapshotWriter(store).write(interval_s=1.0)
+    hold_lease(store)
+    trial = open_trial(store)
+    writer.step(TRAIN, 2, X).flush()
+    writer.step(TRAIN, 3, X).end()
+    if question == "wait":  # before anything says that the pointer stands still
+        trial.wait_for_steps([3], timeout_s=0)
+    elif question == "ask":
+        assert trial.missing(3) == {}
+    elif question == "no more":
+        with pytest.raises(errors.NoMoreData):
+            trial.wait_for_steps([4], timeout_s=0)
+    elif question == "open":
+        grow_old(store)
+        trial = open_trial(store)
+    else:
+        trial.refresh()
+        assert trial.steps() == [0, 1], "the coordinator has a moment to write it"
+        wait_on(trial, 5.0)
+        if question == "again":
+            trial.move_on()
+        else:
+            trial.refresh()
+    trial.dynamic_refresh = False
+    assert trial.steps() == [0, 1, 2, 3]
+    assert trial.loaded_all_steps
+
+
+def test_what_was_written_after_a_coordinator_was_stopped_is_seen_at_once() -> None:
+    store = MemoryStore()
+    (writer,) = job(store, 1, 2)
+    SnapshotWriter(store).write(interval_s=600.0)
+    hold_lease(store)
+    trial = open_trial(store)
+    writer.step(TRAIN, 2, X).flush()
+    wait_on(trial, 10.0)
+    trial.refresh()
+    assert trial.steps() == [0, 1]
+    hold_lease(store, released=True)
+    trial.refresh()
+    assert trial.steps() == [0, 1, 2]
+
+
+def test_a_pointer_that_was_seen_to_move_is_fresh_whatever_the_clocks_say() -> None:
+    store = CountingStore()
+    (writer,) = job(store, 1, 1)
+    merger = SnapshotWriter(store).write(age_s=-5000, interval_s=1.0)
+    trial = open_trial(store)
+    writer.step(TRAIN, 1, X).flush()
+    merger.write(age_s=-5000, interval_s=1.0)
+    store.lists.clear()
+    trial.refresh()
+    assert trial.steps() == [0, 1]
+    assert store.lists == []
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_run_that_was_begun_anew_in_the_same_place_is_not_mixed_into_an_open_trial(
+    merged: bool,
+) -> None:
+    store = MemoryStore()
+    job(store, 2, 3)
+    if merged:
+        SnapshotWriter(store).write(age_s=1000)
+    trial = open_trial(store)
+    before = trial.catalogue.view.canonical()
+    store.objects.clear()
+    run = RunBuilder(store)
+    head = msgspec.json.decode(store.objects[RUN_KEY], type=Run)
+    store.objects[RUN_KEY] = msgspec.json.encode(msgspec.structs.replace(head, run_id="other"))
+    for rank in range(3):
+        run.rank(rank, 3).step(TRAIN, 0, X).step(TRAIN, 6, X).flush()
+    trial.refresh()
+    assert trial.catalogue.view.canonical() == before
+    assert trial.workers() == ["worker_0", "worker_1"]
+    assert "holds run other by now" in trial.troubles()[""][-1]
+    for question in (trial.missing, lambda step: trial.wait_for_steps([step], timeout_s=60)):
+        with pytest.raises(errors.RunReplaced, match="this trial is of run run"):
+            question(6)
+    assert open_trial(store).steps() == [0, 6]
+
+
+def test_a_run_that_was_removed_is_told_and_stays_in_view() -> None:
+    store = MemoryStore()
+    (writer,) = job(store, 1, 2)
+    trial = open_trial(store)
+    del store.objects[RUN_KEY]
+    writer.step(TRAIN, 2, X).flush()
+    trial.refresh()
+    assert trial.steps() == [0, 1, 2]
+    assert "run.json of run run cannot be read" in trial.troubles()[""][0]
 
 
 def test_a_trial_outlives_the_chunks_that_it_has_pinned() -> None:

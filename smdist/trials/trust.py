@@ -1,0 +1,67 @@
+"""For how long a snapshot is taken for all there is. Pure: the times are passed in.
+
+A coordinator at work moves the pointer soon after there is something new, and renews its lease when
+there is not. A pointer that has just moved leaves out no more than the last moments. One that stands
+still means that there is nothing new, or that its writer has died: the ranks know. How long it has
+stood still is seen by the clock of who reads; what it says itself counts where that was not seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from smdist.coordination.commit import Lease
+from smdist.coordination.head import Pointer
+
+__all__ = ["Care", "Sighting", "Trust", "least_age_s", "most_age_s", "trust"]
+
+Care = Literal["opening", "following", "asked", "close", "sure"]
+"""How closely a poll looks beyond a snapshot whose writer seems to be at work.
+
+"opening": it has stood still: at the manifests. "following", which is repeated: the same, now and
+then. "asked", by a person: the same, each time. "close": at the manifests in any case. "sure": at
+all that the ranks say.
+"""
+
+Trust = Literal["fresh", "held", "gone"]
+"""It has just moved; it stands still, and its writer may live; its writer has left or died."""
+
+_INTERVALS, _MARGIN_S = 3.0, 1.0
+_LEASE_S = 5.0  # of a coordinator that writes seldom, the lease is looked at more often
+
+
+@dataclass
+class Sighting:
+    """When the pointer was seen to move. `now` is monotonic, `wall` the time of day."""
+
+    place: tuple[int, int] | None = None
+    _moved_at: float = 0.0
+    _looked_at: float = float("-inf")
+
+    def saw(self, pointer: Pointer, now: float, wall: float) -> None:
+        place = (pointer.epoch, pointer.number)
+        if place != self.place:
+            # It moved after the last look. A clock that is far ahead of ours says nothing.
+            self._moved_at = now - min(abs(wall - pointer.time), now - self._looked_at)
+            self.place = place
+        self._looked_at = now
+
+    def age_s(self, now: float) -> float:
+        return now - self._moved_at
+
+
+def least_age_s(pointer: Pointer) -> float:
+    """As long as this nothing else needs to be known."""
+    return min(pointer.interval_s, _LEASE_S)
+
+
+def most_age_s(pointer: Pointer) -> float:
+    """After this the manifests are to be looked at, whatever the lease says."""
+    return _INTERVALS * pointer.interval_s + _MARGIN_S
+
+
+def trust(pointer: Pointer, age_s: float, lease: Lease | None, wall: float) -> Trust:
+    if lease is None or lease.released or abs(wall - lease.time) > lease.lease_s:
+        return "gone"
+    return "fresh" if age_s <= most_age_s(pointer) else "held"

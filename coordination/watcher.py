@@ -145,13 +145,16 @@ class Watcher:
             if not found.facts and not self._follow.troubles and self._all_said():
                 self._final = True
                 self._become("finished", "")
+                with contextlib.suppress(SmdistError, OSError):
+                    await self._sweeper.inherit(pointer, self._chunks())
+                    await self._sweeper.finished()
                 return
         await self._tenure.begin(take_over=self._take_over)
         if self._tenure.pointer != pointer or not (pointer and pointer.final):
             await self._load()
         self._become("watching", "")
         with contextlib.suppress(SmdistError, OSError):  # a courtesy each
-            await self._sweeper.inherit(self._tenure.pointer)
+            await self._sweeper.inherit(self._tenure.pointer, self._chunks())
             if self._inbox is not None:
                 await self._inbox.announce(self._store, self._tenure.epoch, self._now())
 
@@ -210,6 +213,9 @@ class Watcher:
         self._book.load(self._view)
         self._follow.adopt(self._view, loaded.layouts, self._book.layouts())
         return True
+
+    def _chunks(self) -> list[str]:
+        return [c.ref.key for sealed in self._view.sealed.values() for c in sealed.chunks]
 
     async def turn(self) -> bool:
         """One look: read what is new, fold it, write a snapshot if one is due; whether one was.
@@ -291,6 +297,8 @@ class Watcher:
                     await self._follow.look_again(found)
                 self._resumed = not same or found.facts > 0
                 self._asked_at = self._now()
+                if not self._resumed:
+                    await self._sweeper.finished()
             return self._resumed
 
     async def asked(self) -> bool:
@@ -409,6 +417,7 @@ class Watcher:
         self._trouble, self._final = "", final
         await self._sweeper.published(packed)
         if final:
+            await self._sweeper.finished()
             with contextlib.suppress(SmdistError, OSError):
                 await self._leave()
             self._become("finished", "")

@@ -318,6 +318,41 @@ def test_a_run_that_ends_cleanly_is_final_soon(bench: Bench) -> None:
     assert len(claims) == 1, "nothing is claimed to look at a finished run"
 
 
+@pytest.mark.parametrize("who", ["stays", "comes later", "restarts"])
+def test_replaced_snapshots_of_a_finished_run_are_removed(bench: Bench, who: str) -> None:
+    bench.start(2)
+    for step in range(100):
+        bench.save(step)
+        bench.turn()
+    for rank in bench.ranks:
+        rank.end()
+    if who == "restarts":
+        bench.time += 100
+        bench.watcher = bench.another()
+        run(bench.watcher.open())
+    bench.turns(5)
+    assert bench.state == "finished"
+    left = merged(bench)
+    assert len(left) < 100, "old ones go with the last snapshot"
+    assert who == "restarts" or len(left) > 20, "young ones stay, for who has just opened them"
+    if who == "comes later":
+        bench.time += 10_000
+        bench.watcher = bench.another()
+        run(bench.watcher.open())
+    else:
+        bench.time += 61
+        assert not run(bench.watcher.resumed())
+    assert bench.state == "finished"
+    loaded = run(load_view(bench.store, bench.pointer()))
+    named = {c.ref.key for sealed in loaded.view.sealed.values() for c in sealed.chunks}
+    assert merged(bench) == {bench.pointer().head, *named}
+    assert loaded.view.canonical() == from_scratch(bench.store).canonical()
+
+
+def merged(bench: Bench) -> set[str]:
+    return {k for k in bench.store.objects if k.startswith(("merged/heads/", "merged/steps/"))}
+
+
 def test_a_finished_run_that_is_resumed_is_watched_again(bench: Bench) -> None:
     bench.start(1)[0].step(TRAIN, 0, TENSORS).end()
     bench.turns(3)

@@ -221,6 +221,7 @@ def test_big_objects_fail_while_small_ones_pass(job: Job, tmp_path: Path) -> Non
             assert ledger is not None
             until(lambda: "File too large" in ledger.trouble, "the trouble to be told")
             beat = tmp_path / "out/heartbeats/worker_0/000000.json"
+            until(beat.exists, "a heartbeat")
             before = beat.read_bytes()
             until(lambda: beat.read_bytes() != before, "another heartbeat")
             assert "File too large" in ledger.trouble

@@ -43,7 +43,7 @@ class Recorder(Generic[T]):
         self.spent_s = 0.0  # what captures took from training
         self._sink: Sink[T] | None = None
         self._at: StepRef | None = None  # where the sink's values go
-        self._missing: set[Hashable] = set()
+        self.missing: set[Hashable] = set()  # tokens of what is expected and has not arrived
         self._parts: dict[tuple[str, str, tuple[int, ...], TensorPlan], PartPlan] = {}
         self._chosen: dict[
             tuple[StepPlan, tuple[str, ...]], tuple[tuple[int, TensorPlan], ...]
@@ -57,19 +57,19 @@ class Recorder(Generic[T]):
     def begin(self, sink: Sink[T], ref: StepRef, plan: StepPlan) -> None:
         self._sink = sink
         self.ref, self.plan = ref, plan
-        self._missing = set()
+        self.missing = set()
         if self._at != ref:
             self._move(sink, ref)
 
     def expect(self, tokens: Iterable[Hashable]) -> None:
-        self._missing.update(tokens)
+        self.missing.update(tokens)
 
     def arrived(self, token: Hashable) -> bool:
         """True: that was the last one missing."""
-        if token not in self._missing:
+        if token not in self.missing:
             return False
-        self._missing.remove(token)
-        return not self._missing
+        self.missing.remove(token)
+        return not self.missing
 
     def close(self) -> None:
         """Everything that was expected is there. More may come, and is recorded too."""
@@ -98,7 +98,7 @@ class Recorder(Generic[T]):
         sink, ref = self._sink, self.ref
         if sink is None or ref is None:
             return
-        if self._at != ref:  # a value of another step was saved in between
+        if self._at is not ref and self._at != ref:  # a value of another step was saved in between
             self._move(sink, ref)
         if self.metered:
             began = time.perf_counter()
@@ -123,17 +123,19 @@ class Recorder(Generic[T]):
             part = self._parts[key] = plan_part([Wanted(name, code, shape, nbytes, plan)])
         return part
 
-    def offer_many(self, names: tuple[str, ...], tensors: Sequence[T]) -> None:
-        """Record those of many tensors that the plan wants, in one part."""
+    def offer_many(
+        self, names: tuple[str, ...], tensors: Sequence[T]
+    ) -> tuple[PartPlan, Sequence[T]] | None:
+        """Record those of many tensors that the plan wants, in one part; what was put, if any."""
         plan = self.plan
         if plan is None:
-            return
+            return None
         chosen = self._chosen.get((plan, names))
         if chosen is None:
             found = [(i, w) for i, name in enumerate(names) if (w := plan.wants(name)) is not None]
             chosen = self._chosen[plan, names] = tuple(found)
         if not chosen:
-            return
+            return None
         picked = [tensors[i] for i, _ in chosen]
         described = tuple(map(self._describe, picked))
         key = (plan, names, described)
@@ -148,6 +150,7 @@ class Recorder(Generic[T]):
                 ]
             )
         self.put(part, picked)
+        return part, picked
 
     def forget(self) -> None:
         """The configuration changed: plans of before will not come again."""

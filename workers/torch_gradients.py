@@ -136,13 +136,13 @@ class Gradients:
     # -- during backward ----------------------------------------------------------------------
 
     def _on_local(self, parameter: torch.Tensor) -> None:
-        key = id(parameter)
+        key, recorder = id(parameter), self._recorder
         wanted = self._wanted.get(key)
-        if wanted is None or self._recorder.plan is None:
+        if wanted is None or recorder.plan is None:
             return
         self._came = True
         try:
-            gradient, part = wanted.parameter.grad, wanted.part
+            gradient, part = parameter.grad, wanted.part
             # As last time, and plain: all that `_save_one` would find out.
             if (
                 part is not None
@@ -151,10 +151,13 @@ class Gradients:
                 and gradient.shape == wanted.shape
                 and gradient.layout is torch.strided
             ):
-                self._recorder.put(part, (gradient,))
+                recorder.put(part, (gradient,))
             else:
                 self._save_one(wanted)
-            self._arrived(key)
+            if len(recorder.missing) > 1:  # it is not the last one that was missing
+                recorder.missing.discard(key)
+            else:
+                self._arrived(key)
         except Exception as error:  # noqa: BLE001 (the policy decides)
             self._mishaps.handle(error, f"capturing {wanted.name}")
 

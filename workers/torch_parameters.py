@@ -2,17 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from smdist.errors import CaptureError
+from smdist.planning import StepPlan
 from smdist.workers.mishaps import Mishaps
+from smdist.workers.part import PartPlan
 from smdist.workers.recorder import Recorder
 from smdist.workers.torch_host import Value, readable
 from smdist.workers.torch_names import NamedParameter, parameters_of
 
 __all__ = ["Parameters"]
+
+_lazy: Callable[[torch.Tensor], bool] = is_lazy  # typed so that a Parameter could never be one
+
+
+class _Values:
+    """Values that were captured together, and how they were. As long as that has not changed, they
+    can be read again without another look."""
+
+    def __init__(self, part: PartPlan, tensors: Sequence[Value]) -> None:
+        self.part, self.tensors = part, tensors
+        self._facts = [
+            (tensor, tensor.dtype, tensor.shape, tensor.nbytes)
+            for tensor in tensors
+            if type(tensor) is nn.Parameter
+        ]
+
+    @property
+    def unchanged(self) -> bool:
+        """All that `readable` and `describe` would find out, of tensors that fill their storage."""
+        for tensor, dtype, shape, nbytes in self._facts:
+            if (
+                type(tensor) is not nn.Parameter
+                or tensor.dtype is not dtype
+                or tensor.shape != shape
+                or tensor.layout is not torch.strided
+                or tensor.is_meta
+                or tensor.untyped_storage().nbytes() != nbytes
+            ):
+                return False
+        return len(self._facts) == len(self.tensors)
 
 
 class Parameters:
@@ -21,7 +57,10 @@ class Parameters:
         self._recorder, self._mishaps = recorder, mishaps
         self._roots: list[tuple[nn.Module, str]] = []
         self._names: dict[int, str] = {}
-        self._known: list[tuple[nn.Module, tuple[int, ...]]] = []
+        self._modules: list[nn.Module] = []
+        self._places: list[dict[str, Any]] = []  # of their members
+        self._members: list[int] = []
+        self._values: dict[StepPlan, _Values] = {}
 
     def add(self, root: nn.Module, name: str) -> None:
         self._roots.append((root, name))
@@ -37,24 +76,37 @@ class Parameters:
     def refresh(self) -> None:
         """Look again if a script has put others in the place of parameters or modules we know, or
         has added some."""
-        if any(_members(module) != known for module, known in self._known):
+        if _members(self._places) != self._members:
             self._list()
+
+    def forget(self) -> None:
+        """The configuration changed: plans of before will not come again."""
+        self._values.clear()
 
     def _list(self) -> None:
         found: dict[int, NamedParameter] = {}
         for root, name in self._roots:
             for entry in parameters_of(root, name):
                 found.setdefault(id(entry.parameter), entry)
-        self._known = [(m, _members(m)) for root, _ in self._roots for m in root.modules()]
+        # The modules are kept too, as parameters are in `entries`, or ids would come again.
+        self._modules = [module for root, _ in self._roots for module in root.modules()]
+        self._places = [d for m in self._modules for d in (m._modules, m._parameters)]
+        self._members = _members(self._places)
+        self._values.clear()
         self.entries = list(found.values())
         self._names = {key: entry.name for key, entry in found.items()}
 
     def save_values(self) -> None:
         plan = self._recorder.plan
         assert plan is not None
+        known = self._values.get(plan)
+        if known is not None and known.unchanged:
+            self._recorder.put(known.part, known.tensors)
+            return
+        wanted = [entry for entry in self.entries if plan.wants(entry.name) is not None]
         names, tensors = [], []
-        for name, parameter, _ in self.entries:
-            if plan.wants(name) is None or is_lazy(parameter):
+        for name, parameter, _ in wanted:
+            if _lazy(parameter):
                 continue
             try:
                 tensors.append(readable(parameter))
@@ -62,9 +114,11 @@ class Parameters:
                 self._mishaps.trouble(f"{name} was not captured: {error}")
                 continue
             names.append(name)
-        self._recorder.offer_many(tuple(names), tensors)
+        done = self._recorder.offer_many(tuple(names), tensors)
+        if done is not None and len(names) == len(wanted):
+            self._values[plan] = _Values(*done)
 
 
-def _members(module: nn.Module) -> tuple[int, ...]:
-    """Of what is in a module; whoever keeps this keeps the members too, or ids come again."""
-    return (*map(id, module._modules.values()), *map(id, module._parameters.values()))
+def _members(places: Sequence[dict[str, Any]]) -> list[int]:
+    """Of modules and parameters in these dictionaries. No Python runs per module: there are many."""
+    return list(map(id, chain.from_iterable(map(dict.values, places))))

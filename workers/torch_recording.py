@@ -125,6 +125,7 @@ class Recording:
         """The configuration changed."""
         self.modules.forget()
         self._gradients.forget()
+        self._parameters.forget()
         self._bind()
 
     def _bind(self) -> list[str]:

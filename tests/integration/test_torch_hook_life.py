@@ -274,7 +274,7 @@ def test_a_collection_that_can_match_nothing_is_an_error_whatever_the_policy(
 def test_errors_of_ours_do_not_stop_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(_: torch.Tensor) -> torch.Tensor:
+    def broken(_: object) -> None:
         raise RuntimeError("broken on purpose")
 
     net = Net()
@@ -282,7 +282,7 @@ def test_errors_of_ours_do_not_stop_training(
         hook.register_module(net)
         train(net, 1)
         with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "smdist"):
-            patch.setattr(torch_parameters, "readable", broken)
+            patch.setattr(torch_parameters.Parameters, "save_values", broken)
             train(net, 3)
         assert hook.errors == 3
         assert sum("broken on purpose" in record.message for record in caplog.records) <= 3

@@ -186,6 +186,41 @@ def test_parameters_that_are_replaced_are_found_again(tmp_path: Path) -> None:
     assert same(trial.tensor("gradient/Net_fc2.weight").value(1), computed[0]["fc2.weight"])
 
 
+def test_parameters_that_change_in_place_are_read_as_they_are(tmp_path: Path) -> None:
+    """Their module still has the same objects: nothing but a look at them can tell."""
+    net: Any = nn.Sequential(nn.Linear(4, 8, bias=False))
+    net.forward = lambda x: x  # it need not fit
+    weight: Any = net[0].weight
+    kept = torch.rand(8, 4)
+    changes = [
+        kept,
+        torch.ones(8, 4),
+        torch.rand(16, 4)[::2],
+        torch.rand(4, 8).t(),
+        torch.rand(4, 8),
+        torch.rand(4, 8).double(),
+    ]
+    expected = []
+    settings = {"include_collections": ["weights"], "on_error": "warn"}
+    with hooked(tmp_path / "run", **settings) as hook:
+        hook.register_module(net)
+        for changed in (*changes, None, kept):
+            if changed is None:
+                weight.untyped_storage().resize_(0)  # as FSDP does between uses
+            else:
+                weight.data = changed
+                expected += 2 * [changed.clone().numpy()]
+            net(torch.zeros(1))
+            net(torch.zeros(1))
+    trial = read(tmp_path / "run")
+    tensor = trial.tensor("Sequential_0.weight")
+    assert tensor.steps() == [*range(12), 14, 15]
+    for step, value in zip(tensor.steps(), expected, strict=True):
+        assert tensor.value(step).dtype == value.dtype
+        assert same(tensor.value(step), value)
+    assert any("freed" in text for texts in trial.troubles().values() for text in texts)
+
+
 def test_lazy_modules_appear_once_they_have_a_shape(tmp_path: Path) -> None:
     net = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 1))
     with hooked(tmp_path / "run", include_collections=["weights"]) as hook:

@@ -320,6 +320,7 @@ def test_wrong_arguments_say_so(tmp_path: Path) -> None:
             hook.wrap_tape(None)
         with pytest.raises(ConfigurationError, match="has no name to be found by"):
             hook.add_to_collection("mine", 3)
+    wrong: Any
     for wrong in (-1, "soon", float("nan")):
         with pytest.raises(ConfigurationError, match="close_timeout_s"):
             smd.KerasHook(tmp_path / "run", close_timeout_s=wrong)

@@ -36,7 +36,7 @@ PIP_INSTALL := -m pip install -qq
 # The build uses the setuptools of the environment, so rebuilding the kernel needs no network.
 EDITABLE := --no-build-isolation --editable
 
-.PHONY: help setup demo test test-oldest test-tensorflow check format bench clean distclean
+.PHONY: help setup demo test test-oldest test-tensorflow test-horovod check format bench clean distclean
 
 help:
 	@echo "make demo         capture a small distributed job and ask which rank went wrong"
@@ -48,6 +48,8 @@ help:
 	@echo "make test-oldest  unit and contract tests on Python 3.10 with the oldest dependencies"
 	@echo "                  (PYTHON310=path/to/python3.10 if it is not on PATH)"
 	@echo "make test-tensorflow  the tests that need TensorFlow, with Keras 3 and with Keras 2"
+	@echo "make test-horovod     jobs under Horovod and MultiWorkerMirrored, merged by a coordinator;"
+	@echo "                  builds Horovod the first time, which takes ten minutes on two cores"
 	@echo "make clean        remove build products and caches"
 	@echo "make distclean    and the virtual environments"
 
@@ -124,10 +126,21 @@ test-tensorflow: .venv-keras3/smdist.stamp .venv-keras2/smdist.stamp
 	@$(@D)/bin/python $(PIP_INSTALL) $(PINS) $(EDITABLE) '.[test]'
 	@touch $@
 
+# The jobs run in an environment with Horovod, tests and coordinator in the main one: what they share
+# is the store.
+test-horovod: setup .venv-horovod/smdist.stamp
+	@SMDIST_HOROVOD_PYTHON=$(CURDIR)/.venv-horovod/bin/python \
+	  $(BIN)/python -m pytest -n 0 tests/horovod $(ARGS)
+
+.venv-horovod/smdist.stamp: pyproject.toml setup.py smdist/_kernel.c constraints/keras2.txt \
+  tests/environments/horovod.py
+	@$(PYTHON) tests/environments/horovod.py $(@D)
+	@touch $@
+
 clean:
 	rm -rf build dist smdist.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find smdist workers coordination tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(OLDEST) .venv-keras3 .venv-keras2 $(PEERS)
+	rm -rf $(VENV) $(OLDEST) .venv-keras3 .venv-keras2 .venv-horovod $(PEERS)
 	rm -f smdist/_kernel*.so

@@ -50,6 +50,7 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
             self._mishaps,
             self._attend,
             self._enter,
+            config.stage_gradients == "synced",
         )
         self._place = Place()
         self._phases = Phases(self._recording, self._clock, self._planner, self._mishaps)

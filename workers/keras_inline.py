@@ -21,6 +21,7 @@ from smdist.planning import Planner
 from smdist.workers.keras_names import Names
 from smdist.workers.keras_taps import Taps, wants_of
 from smdist.workers.mishaps import Mishaps
+from smdist.workers.tf_aside import tell_when
 from smdist.workers.tf_host import Array, array_of, flat_tensors, tf_variable, unconverted
 
 if TYPE_CHECKING:
@@ -86,30 +87,25 @@ class Inline:
         wants = wants_of(_Anywhere(self._planner), names)
         variables = self._variables(names)
 
-        def tell() -> Any:
-            tensors = [tf_variable(variable).read_value() for _, variable in variables]
-            described = [name for name, _ in variables]
-            return tf.numpy_function(
-                lambda *arrays: self._begin(described, arrays), tensors, tf.bool
-            )
-
+        described = [name for name, _ in variables]
         with tf.control_dependencies(flat_tensors(data)):  # without a batch there is no step
-            begun = tf.cond(self._armed, tell, lambda: tf.constant(value=False))
-        return Taps(names, wants, self._mishaps), begun
+            begun = tell_when(
+                self._armed,
+                lambda: [tf_variable(variable).read_value() for _, variable in variables],
+                lambda *arrays: self._begin(described, arrays),
+            )
+        return Taps(names, wants, self._mishaps, self._recording.synced), begun
 
     @unconverted
     def _after(self, seen: dict[str, Any], begun: Any) -> None:
         described = list(seen)
-
-        def tell() -> Any:
-            tensors = list(seen.values())
-            return tf.numpy_function(
-                lambda *arrays: self._save(described, arrays), tensors, tf.bool
-            )
-
         if seen:
             with tf.control_dependencies([begun]):
-                tf.cond(self._armed, tell, lambda: tf.constant(value=False))
+                tell_when(
+                    self._armed,
+                    lambda: list(seen.values()),
+                    lambda *arrays: self._save(described, arrays),
+                )
 
     def _variables(self, names: Names) -> list[tuple[str, Any]]:
         found = [*names.variables, *self._recording.optimizer_variables(names, self._kind)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from smdist.planning import Planner
+from smdist.workers import horovod
 from smdist.workers.keras_inline import Inline
 from smdist.workers.keras_phase import Phase, steps_per_execution
 from smdist.workers.keras_recording import Recording
@@ -39,6 +40,8 @@ class Phases:
         if getattr(model, "_cluster_coordinator", None) is not None:
             self._mishaps.trouble(f"{model.name} runs in other processes and is not captured")
             return
+        if kind == "train":
+            self._check_stage(model, place)
         inline, whole = None, True
         if place.processes > 1 and not model.run_eagerly:
             inline = self._inline(model, kind, place)
@@ -52,6 +55,13 @@ class Phases:
         self._phases.append(phase)
         setattr(model, attribute, phase)
         self._recording.phase_begins(model)
+
+    def _check_stage(self, model: Any, place: Place) -> None:
+        if self._recording.synced and max(place) > 1 and not horovod.reduces(model.optimizer):
+            self._mishaps.trouble(
+                f"the gradients of {model.name} are those that each worker computed: "
+                "stage_gradients='synced' knows the reduction of hvd.DistributedOptimizer alone"
+            )
 
     def _inline(self, model: Any, kind: str, place: Place) -> Inline | None:
         """In a job of several processes the function must stay Keras'."""

@@ -39,8 +39,11 @@ class Recording:
         mishaps: Mishaps,
         attend: Callable[[], None],
         enter: Callable[[ModeKeys], bool],
+        synced: bool,
     ) -> None:
-        """`attend` and `enter` are the hook's: a step began; the coming ones are of a mode."""
+        """`attend` and `enter` are the hook's: a step began; the coming ones are of a mode.
+        `synced`: gradients are wanted as they are after their reduction."""
+        self.synced = synced
         self._clock, self._planner, self._manager = clock, planner, manager
         self._mishaps, self._attend, self.enter = mishaps, attend, enter
         self.lanes = Lanes(recorder)
@@ -184,7 +187,9 @@ class Recording:
         basis, function = self._functions.get(key, (None, None))
         # Keras makes its function anew when the model is compiled again, and so do we.
         if function is None or basis is not phase.original:
-            taps = None if wants is None else Taps(self.names(model), wants, self._mishaps)
+            taps = None
+            if wants is not None:
+                taps = Taps(self.names(model), wants, self._mishaps, self.synced)
             function = StepFunction(model, phase.kind, taps, lambda: self.optimizers_of(model))
             self._functions[key] = phase.original, function
         return function

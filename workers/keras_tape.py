@@ -11,6 +11,7 @@ the model that `register_model` was given.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,15 +19,19 @@ import numpy as np
 import tensorflow as tf
 
 from smdist.identity import ModeKeys
+from smdist.workers import horovod
 from smdist.workers.keras_names import Names, gradient_name, loose_names, weight_name
 from smdist.workers.keras_recording import Recording
 from smdist.workers.keras_taps import Taps
 from smdist.workers.mishaps import Mishaps
 from smdist.workers.recorder import Recorder
 from smdist.workers.steps import StepClock
+from smdist.workers.tf_aside import ask, tell_when
 from smdist.workers.tf_host import Array, array_of, is_variable, tf_variable, unconverted
 
 __all__ = ["Tapes"]
+
+_Save = Callable[[Any, Any, Any], None]  # of a target, variables and their gradients
 
 
 class Tapes:
@@ -51,7 +56,7 @@ class Tapes:
             self._wrap_traced(tape)
         elif self._begin() and self._recorder.recording:
             self._tap()
-            vars(tape)["gradient"] = self._eager_gradient(tape.gradient)
+            self._watch(tape, self._untap, self._save_eager)
         return tape
 
     def uninstall(self) -> None:
@@ -70,6 +75,49 @@ class Tapes:
             self._mishaps.handle(error, "beginning a step")
         return True
 
+    # -- the tape -----------------------------------------------------------------------------
+
+    def _watch(self, tape: Any, before: Callable[[], None], save: _Save) -> None:
+        if horovod.reducer_of(tape) is not None:
+            vars(tape)["gradient"] = unconverted(self._around_reduction(tape, before, save))
+            return
+        kind, synced = type(tape), self._recording.synced
+
+        def gradient(own: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+            before()
+            result = kind.gradient(own, target, sources, *args, **kwargs)
+            if synced and horovod.reducer_of(own) is not None:
+                _after_reduction(own, lambda variables, found: save(target, variables, found))
+            else:
+                save(target, sources, result)
+            return result
+
+        # Horovod makes another tape, of a class of its own that is derived from this one's.
+        tape.__class__ = type(kind.__name__, (kind,), {"gradient": unconverted(gradient)})
+
+    def _around_reduction(self, tape: Any, before: Callable[[], None], save: _Save) -> Any:
+        original, reducer = tape.gradient, horovod.reducer_of(tape)
+        synced = self._recording.synced
+
+        def gradient(target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+            local: dict[int, Any] = {}
+
+            def reduce(gradients: Any, variables: Any, *more: Any) -> Any:
+                local.update(zip(map(id, variables), gradients, strict=True))
+                return reducer(gradients, variables, *more)
+
+            before()
+            vars(tape)["_allreduce_grads"] = reduce
+            try:
+                result = original(target, sources, *args, **kwargs)
+            finally:
+                vars(tape)["_allreduce_grads"] = reducer
+            pairs = zip(sources, result, strict=True)
+            save(target, sources, result if synced else [local.get(id(v), g) for v, g in pairs])
+            return result
+
+        return gradient
+
     # -- eager --------------------------------------------------------------------------------
 
     def _tap(self) -> None:
@@ -82,24 +130,27 @@ class Tapes:
             self._taps.begin(None)
             self._tapped.enter_context(self._taps.installed([]))
 
-    def _eager_gradient(self, original: Any) -> Any:
-        def gradient(target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
-            taps, self._taps = self._taps, None
-            self._tapped.close()
-            result = original(target, sources, *args, **kwargs)
-            try:
-                if self._recorder.recording:
-                    if taps is not None:
-                        seen = taps.end()
-                        self._offer(list(seen), list(seen.values()))
-                    self._offer(*self._found(target, sources, result))
-                    self._offer(*self._kept_by_optimizers())
-                    self._recording.close()
-            except Exception as error:  # noqa: BLE001 (the policy decides)
-                self._mishaps.handle(error, "capturing gradients")
-            return result
+    def _untap(self) -> None:
+        """The forward pass is over; gradients may be computed by running layers once more."""
+        taps, self._taps = self._taps, None
+        self._tapped.close()
+        if taps is None:
+            return
+        try:
+            seen = taps.end()
+            if self._recorder.recording:
+                self._offer(list(seen), list(seen.values()))
+        except Exception as error:  # noqa: BLE001 (the policy decides)
+            self._mishaps.handle(error, "capturing layers")
 
-        return gradient
+    def _save_eager(self, target: Any, sources: Any, gradients: Any) -> None:
+        try:
+            if self._recorder.recording:
+                self._offer(*self._found(target, sources, gradients))
+                self._offer(*self._kept_by_optimizers())
+                self._recording.close()
+        except Exception as error:  # noqa: BLE001 (the policy decides)
+            self._mishaps.handle(error, "capturing gradients")
 
     def _found(self, target: Any, sources: Any, result: Any) -> tuple[list[str], list[Any]]:
         """Names, and the tensors or variables that go with them."""
@@ -140,29 +191,22 @@ class Tapes:
     # -- in a traced function -----------------------------------------------------------------
 
     def _wrap_traced(self, tape: Any) -> None:
-        due = tf.numpy_function(self._begin_traced, [], tf.bool, stateful=True)
-        due.set_shape(())
-        original = tape.gradient
+        due = ask(self._begin_traced)
 
-        def gradient(target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(target, sources, *args, **kwargs)
-            names, values = self._found(target, sources, result)
-
-            def save() -> Any:
-                tensors = [
+        def save(target: Any, sources: Any, gradients: Any) -> None:
+            names, values = self._found(target, sources, gradients)
+            tell_when(
+                due,
+                lambda: [
                     tf_variable(value).read_value()
                     if is_variable(value)
                     else tf.convert_to_tensor(value)
                     for value in values
-                ]
-                return tf.numpy_function(
-                    lambda *arrays: self._save_traced(names, arrays), tensors, tf.bool
-                )
+                ],
+                lambda *arrays: self._save_traced(names, arrays),
+            )
 
-            tf.cond(due, save, lambda: tf.constant(value=False))
-            return result
-
-        vars(tape)["gradient"] = unconverted(gradient)
+        self._watch(tape, lambda: None, save)
 
     def _begin_traced(self) -> Any:
         return np.bool_(self._begin() and self._recorder.recording)
@@ -174,6 +218,19 @@ class Tapes:
         except Exception as error:  # noqa: BLE001 (the policy decides)
             self._mishaps.handle(error, "capturing gradients")
         return np.bool_(True)
+
+
+def _after_reduction(tape: Any, save: Callable[[Any, Any], None]) -> None:
+    """Show `save` what the reduction that `tape` is about to do gives."""
+    reducer = horovod.reducer_of(tape)
+
+    def reduce(gradients: Any, variables: Any, *more: Any) -> Any:
+        vars(tape)["_allreduce_grads"] = reducer
+        found = reducer(gradients, variables, *more)
+        save(variables, found)
+        return found
+
+    vars(tape)["_allreduce_grads"] = unconverted(reduce)
 
 
 def _replicas() -> int:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
 
+from smdist.workers import horovod
 from smdist.workers.keras_names import Names, gradient_name
 from smdist.workers.mishaps import Mishaps
 from smdist.workers.tf_host import flat_tensors, unconverted
@@ -52,8 +53,10 @@ def wants_of(plan: _Wanting, names: Names) -> Wants:
 
 
 class Taps:
-    def __init__(self, names: Names, wants: Wants, mishaps: Mishaps) -> None:
+    def __init__(self, names: Names, wants: Wants, mishaps: Mishaps, synced: bool = False) -> None:
+        """`synced`: gradients after their reduction, of optimizers that reduce them in sight."""
         self._names, self._wants, self._mishaps = names, wants, mishaps
+        self._synced = synced
         self._seeing = threading.local()  # replicas are traced on threads of their own
 
     # -- on the instances ---------------------------------------------------------------------
@@ -71,11 +74,16 @@ class Taps:
                 stack.enter_context(_replaced(model, "compute_loss", self._loss))
             if wants.gradients:
                 for optimizer in optimizers:
-                    # In Keras 3 everything goes through `apply`.
-                    keras_3 = hasattr(optimizer, "apply") and hasattr(optimizer, "stateless_apply")
-                    method = "apply" if keras_3 else "apply_gradients"
-                    stack.enter_context(_replaced(optimizer, method, self._optimizer(optimizer)))
+                    method, around = self._gradients_of(optimizer)
+                    stack.enter_context(_replaced(optimizer, method, around))
             yield
+
+    def _gradients_of(self, optimizer: Any) -> tuple[str, Callable[[Any], Any]]:
+        if horovod.reduces(optimizer) and not self._synced:
+            return "_allreduce", self._reduction
+        # In Keras 3 everything goes through `apply`.
+        keras_3 = hasattr(optimizer, "apply") and hasattr(optimizer, "stateless_apply")
+        return "apply" if keras_3 else "apply_gradients", self._optimizer(optimizer)
 
     def _layer(self, path: str) -> Callable[[Any], Any]:
         def around(original: Any) -> Any:
@@ -104,6 +112,14 @@ class Taps:
             return result
 
         return compute_loss
+
+    def _reduction(self, original: Any) -> Any:
+        def allreduce(grads: Any, variables: Any) -> Any:
+            grads, variables = list(grads), list(variables)
+            self._note_gradients(None, list(zip(grads, variables, strict=False)))
+            return original(grads, variables)
+
+        return allreduce
 
     def _optimizer(self, optimizer: Any) -> Callable[[Any], Any]:
         def around(original: Any) -> Any:

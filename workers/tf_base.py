@@ -45,6 +45,7 @@ class TensorflowHook(BaseHook[Array]):
         on_error: Literal["warn", "raise"] = "warn",
         overhead_budget: float | None = None,
         resume: bool = False,
+        stage_gradients: Literal["local", "synced"] = "local",
         rank: int | None = None,
         world_size: int | None = None,
         attempt: int | None = None,
@@ -71,6 +72,7 @@ class TensorflowHook(BaseHook[Array]):
             on_error=on_error,
             overhead_budget=overhead_budget,
             resume=resume,
+            stage_gradients=stage_gradients,
         )
         where = Whereabouts.read(rank, world_size, attempt, spool_dir)
         timeout_s = min(number("close_timeout_s", close_timeout_s), TIMEOUT_MAX)

@@ -1,0 +1,46 @@
+"""An elastic job of Horovod loses a rank and goes on with the other: two attempts of one run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from smdist import create_trial
+from smdist.trials import RankStatus
+from tests.horovod.rig import (
+    EXAMPLES,
+    horovodrun,
+    job_marks,
+    kill_rank,
+    started,
+    stored_steps,
+    until,
+)
+
+pytestmark = [*job_marks, pytest.mark.torch]
+
+EXAMPLE = EXAMPLES / "horovod_elastic.py"
+# A machine whose rank failed is not used again, so both ranks need a machine of their own.
+HOSTS = "#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n"
+
+
+def test_a_rank_less(tmp_path: Path) -> None:
+    place, hosts = tmp_path / "run", tmp_path / "hosts.sh"
+    hosts.write_text(HOSTS)
+    hosts.chmod(0o755)
+    launcher = ("-np", "2", "--min-np", "1", "--host-discovery-script", str(hosts))
+    with started(tmp_path) as job:
+        words = ("--out-dir", place, "--batches", "400", "--interval", "1")
+        horovodrun(job, EXAMPLE, *words, launcher=launcher)
+        until(lambda: len(stored_steps(str(place))) > 3, "the first steps", 240)
+        kill_rank(str(place), 1)
+        codes = job.wait()
+    said = job.output
+    assert codes == [0], said
+    assert "is done after 400 batches" in said
+    with create_trial(place) as trial:
+        assert trial.loaded_all_steps
+        assert [one.world_size for one in trial.attempts()] == [2, 1]
+        assert trial.ranks(attempt=0)[1].status is RankStatus.LOST
+        assert list(trial.ranks(attempt=1)) == [0]

@@ -1,0 +1,95 @@
+"""What capture adds to a graph leaves the names of everything else as they are.
+
+Horovod, for one, finds out by such names which tensors of which ranks belong together: a name that
+is another one on the rank that saves makes the whole job wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tensorflow")
+
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+from smdist.workers.tf_aside import ask, tell_when
+
+pytestmark = pytest.mark.tensorflow
+
+
+def reduction(tensor: Any) -> Any:
+    """As Horovod nests its operations: in a function, each in a condition of its own."""
+
+    def inner(value: Any) -> Any:
+        with tf.name_scope("Reduce"):
+            big = tf.reduce_sum(value) > 0
+            pair = [
+                tf.cond(big, lambda: tf.raw_ops.Sin(x=value, name="wanted"), lambda: value),
+                tf.cond(big, lambda: tf.raw_ops.Cos(x=value, name="wanted"), lambda: value),
+            ]
+            return pair[0] ** 2 + pair[1] ** 2
+
+    return tf.function(inner)(tensor)
+
+
+def executed(step: Callable[[Any], Any], data: Any) -> set[str]:
+    """Names of the operations that run in the end, after functions and conditions are unfolded."""
+    context.enable_run_metadata()  # tells of functions when they run for the first time
+    try:
+        tf.function(step)(data)
+        graphs = context.export_run_metadata().partition_graphs
+    finally:
+        context.disable_run_metadata()
+    return {node.name for graph in graphs for node in graph.node if "wanted" in node.name}
+
+
+def test_names_of_the_others() -> None:
+    seen: list[float] = []
+    flag = tf.Variable(True)
+    weight = tf.Variable(2.0)
+
+    def listen(value: Any) -> bool:
+        seen.append(float(value))
+        return True
+
+    def plain(data: Any) -> Any:
+        return reduction(data * weight)
+
+    def watched(data: Any) -> Any:
+        due = ask(lambda: True)
+        with tf.control_dependencies([data]):
+            tell_when(flag, lambda: [weight.read_value()], listen)
+        result = reduction(data * weight)
+        tell_when(due, lambda: [tf.reduce_sum(result)], listen)
+        return result
+
+    data = tf.constant([1.0, 2.0])
+    expected = executed(plain, data)
+    assert len(expected) >= 2
+    assert executed(watched, data) == expected
+    assert seen == [2.0, pytest.approx(2.0)]
+
+
+def test_nothing_is_told_unless_it_is_due() -> None:
+    flag = tf.Variable(False)
+    told: list[float] = []
+
+    def listen(value: Any) -> bool:
+        told.append(float(value))
+        return True
+
+    def step(data: Any) -> Any:
+        tell_when(flag, lambda: [data], listen)
+        return data + 1
+
+    function = tf.function(step)
+    function(tf.constant(1.0))
+    flag.assign(value=True)
+    function(tf.constant(2.0))
+    flag.assign(value=False)
+    function(tf.constant(3.0))
+    assert told == [2.0]

@@ -3,7 +3,8 @@
     local    what this rank computed: read when autograd has accumulated it, which is before
              DistributedDataParallel reduces it (its own hook on the same node runs after)
     synced   what the optimizer sees: read when the optimizer is about to step, or, if none is
-             registered, when the backward pass has ended for everybody else
+             registered, when the backward pass has ended for everybody else (but Horovod, which
+             goes on until its optimizer steps)
 
 Hooks hang on parameters only while a step is recorded that wants their gradients, and stay there
 as long as every step is such a step.
@@ -22,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from smdist.errors import CaptureError
 from smdist.planning import StepPlan, TensorPlan
+from smdist.workers import horovod
 from smdist.workers.mishaps import Mishaps
 from smdist.workers.part import PartPlan
 from smdist.workers.recorder import Recorder
@@ -75,9 +77,16 @@ class Gradients:
 
     def arm(self, entries: list[NamedParameter], optimizers: Iterable[Any]) -> list[Hashable]:
         """Watch what the step's plan wants; the tokens that will arrive."""
+        at_optimizer = [id(optimizer) for optimizer in optimizers] if self._synced else []
         self._wanted = self._wanted_of(entries)
         self._came = False
-        at_optimizer = [id(optimizer) for optimizer in optimizers] if self._synced else []
+        if self._wanted and self._synced and not at_optimizer and horovod.is_running("torch"):
+            self._mishaps.trouble(
+                "gradients are not captured: Horovod reduces them until its optimizer steps, and "
+                "stage_gradients='synced' has to be told which one; call "
+                "hook.register_optimizer(optimizer)"
+            )
+            self._wanted = {}
         self._watch({} if at_optimizer else self._wanted)
         if not self._wanted:
             return []
@@ -198,6 +207,8 @@ class Gradients:
     def save_synced(self, optimizer: Any) -> None:
         """Called before `optimizer` updates, or (None) at the end of a backward pass."""
         if not self._synced or not self._wanted or not self._recorder.recording:
+            return
+        if horovod.awaits_reduction(optimizer):
             return
         self._came = True
         try:

@@ -90,8 +90,18 @@ def ours(steps: int, pace_s: float, out: str | None, *, numbers: bool) -> Counte
         for hook in hooks:
             hook.close()
         assert server.folder is not None
+        _wait_for_merge(server.folder / "bench")
         stored = sum(path.is_file() for path in (server.folder / "bench").rglob("*"))
         return Counter(method for method, _ in proxy.requests) + Counter(objects=stored)
+
+
+def _wait_for_merge(bucket: Path) -> None:
+    """The last uploader merges the run, and may be at it still; its last word is that it is done."""
+    deadline = time.monotonic() + 60
+    while not any('"released":true' in p.read_text() for p in bucket.rglob("merged/leases/*.json")):
+        if time.monotonic() > deadline:
+            raise TimeoutError("the run was not merged")
+        time.sleep(0.05)
 
 
 def theirs(steps: int, out: str | None, *, numbers: bool) -> int:

@@ -7,6 +7,7 @@ the rank is released before, a failure is a note, and who is killed here has los
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -77,5 +78,5 @@ def _owners(keys: Iterable[str]) -> set[tuple[int, int]]:
 def not_merged(store: Store, why: str) -> str:
     return (
         f"the run was not merged: {why}. Nothing is lost by that, only that opening it takes a request "
-        f"per rank; `smdist merge {store.url}` merges it"
+        f"per rank; `smdist merge {shlex.quote(store.url)}` merges it"
     )

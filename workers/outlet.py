@@ -58,7 +58,7 @@ __all__ = ["DrySink", "Outlet", "Sink"]
 _ATTACH_BYTES = 256 << 10
 _AGAIN_S = 10.0  # between two tries to enrol in a store that is full or out of reach
 _FAREWELL_S, _LOOK_S = 5.0, 0.01
-_MERGE_S = 1.0
+_MERGE_S = 2.0
 _CHECK_S = 5.0  # of one request and its retries, over a network
 
 T = TypeVar("T")

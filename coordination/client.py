@@ -18,13 +18,14 @@ from smdist.identity import ModeKeys
 __all__ = ["CoordinatorClient"]
 
 GLOBAL = ModeKeys.GLOBAL
-_CALL_S = 60.0
+_CALL_S, _STOP_S = 60.0, 10.0
 
 
 class CoordinatorClient:
     """`run`: URL, run id, or name below the watched place; "" when there is only one."""
 
-    def __init__(self, ray: Any, handle: Any) -> None:
+    def __init__(self, ray: Any, handle: Any, name: str = "") -> None:
+        self.name = name  # of the actor
         self._ray = ray
         self._handle = handle
 
@@ -62,14 +63,20 @@ class CoordinatorClient:
             raise WaitTimeout(f"no coordinator answered within {timeout_s:g} s") from error
         return msgspec.json.decode(data, type=StepReport)
 
-    def stop(self, timeout_s: float = _CALL_S) -> None:
+    def stop(self, timeout_s: float = _STOP_S) -> bool:
         """Let it hand back its lease, so that the next one need not wait, then end its process.
 
         What came since its last snapshot is not written: whoever reads the run finds that with
-        the ranks, and the next coordinator goes on from there. TimeoutError: its process was not ended.
+        the ranks, and the next coordinator goes on from there. False: it gave no answer in time, or
+        was gone, and its process was ended all the same.
         """
-        self._call("stop", timeout_s=timeout_s)
+        try:
+            self._call("stop", timeout_s=timeout_s)
+            answered = True
+        except (TimeoutError, CoordinationError):
+            answered = False
         self.kill()
+        return answered
 
     def kill(self) -> None:
         self._ray.kill(self._handle, no_restart=True)
@@ -85,5 +92,17 @@ class CoordinatorClient:
             raise CoordinationError(f"the coordinator failed in {method}: {error}") from error
         except errors.GetTimeoutError as error:
             raise TimeoutError(f"no answer to {method} within {timeout_s:g} s") from error
+        except errors.RuntimeEnvSetupError as error:
+            raise CoordinationError(
+                "Ray could not give the coordinator what it needs (its nodes install it with pip, "
+                f"from an index that they have to reach); it said: {_end(str(error))}"
+            ) from error
         except errors.RayActorError as error:
             raise CoordinationError(f"the coordinator is gone: {error}") from error
+        except errors.RayError as error:
+            raise CoordinationError(f"Ray gave no answer to {method}: {error}") from error
+
+
+def _end(text: str, lines: int = 8) -> str:
+    """What matters of a long log is at its end."""
+    return "\n".join(text.strip().splitlines()[-lines:])

@@ -86,6 +86,7 @@ class Whereabouts(msgspec.Struct, frozen=True):
     since: float
     stopped: bool
     trouble: str = ""  # why it does not watch, or finds no runs
+    looked: bool = True  # for runs, at least once
 
 
 def canonical_url(url: str) -> str:
@@ -95,9 +96,9 @@ def canonical_url(url: str) -> str:
     """
     if not is_remote(url):
         return open_store(url).url
-    parse_s3_url(url)
-    place, mark, query = url.partition("?")
-    return f"{place.rstrip('/')}{mark}{query}"
+    location, (_, mark, query) = parse_s3_url(url), url.partition("?")
+    place = "/".join(part for part in (location.bucket, location.prefix) if part)
+    return f"s3://{place}{mark}{query}"
 
 
 def check_place(url: str) -> str:
@@ -181,6 +182,7 @@ class Coordinator:
                 self._since,
                 self._stop.is_set(),
                 self._trouble or self._watch.trouble,
+                self._watch.looked,
             )
         )
 

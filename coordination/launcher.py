@@ -17,13 +17,16 @@ import contextlib
 import importlib
 import logging
 import os
+import shlex
+import signal
 import socket
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from zipfile import ZipFile
+from zipfile import BadZipFile, ZipFile
 
 import msgspec
 
@@ -39,7 +42,7 @@ from smdist.coordination.coordinator import (
 )
 from smdist.errors import ConfigurationError, CoordinationError
 
-__all__ = ["Attachment", "attach", "coordinators", "find", "start"]
+__all__ = ["Attachment", "attach", "check_wheel", "coordinators", "find", "option", "start"]
 
 # What a node needs besides smdist to run a coordinator, and aiobotocore for s3://.
 _NEEDED = ("numpy", "safetensors", "ml_dtypes", "msgspec", "google_crc32c")
@@ -68,9 +71,11 @@ def attach(address: str = "local", *, start_local: bool = True) -> Iterator[Atta
     elif address != "auto":
         _check(address)
     ray = _import_ray()
-    if address == "auto" and ray.is_initialized():
-        yield Attachment(ray, address, local=False, own=False)
-        return
+    if address == "auto":
+        if ray.is_initialized():
+            yield Attachment(ray, address, local=False, own=False)
+            return
+        address = _cluster_here()
     if local:
         here = local_ray.start() if start_local else local_ray.find()
         if here is None:
@@ -86,6 +91,8 @@ def attach(address: str = "local", *, start_local: bool = True) -> Iterator[Atta
 
 
 def _connect(ray: Any, address: str, runtime_env: Mapping[str, Any]) -> None:
+    # Ray puts a handler of its own in the place of the caller's.
+    before = signal.getsignal(signal.SIGTERM) if _in_main_thread() else None
     try:
         ray.init(
             address=address,
@@ -96,6 +103,40 @@ def _connect(ray: Any, address: str, runtime_env: Mapping[str, Any]) -> None:
         )
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise CoordinationError(f"no Ray at {address}: {error}") from error
+    finally:
+        if before not in (None, signal.SIG_DFL):
+            signal.signal(signal.SIGTERM, before)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _cluster_here() -> str:
+    """The cluster that this machine is a node of, or `auto`: then Ray is to say.
+
+    It would also take one that listens on the loopback interface alone, which a driver that expects
+    a cluster looks for elsewhere, for minutes.
+    """
+    if os.environ.get("RAY_ADDRESS", "auto") not in ("", "auto") or local_ray.looks_for_loopback():
+        return "auto"
+    try:
+        services = importlib.import_module("ray._private.services")
+        found = {str(address) for address in services.find_gcs_addresses()}
+    except (ImportError, AttributeError):
+        return "auto"
+    return _which(found)
+
+
+def _which(found: Collection[str]) -> str:
+    """Of the addresses of all that run here."""
+    reachable = sorted(one for one in found if not one.startswith(("127.", "localhost", "[::1]")))
+    if found and not reachable:
+        raise CoordinationError(
+            "this machine is no node of a cluster; the only Ray on it is for this machine alone, "
+            "as smdist starts one: leave --address out to use that"
+        )
+    return reachable[0] if len(reachable) == 1 < len(found) else "auto"
 
 
 def find(attachment: Attachment, watch: str) -> CoordinatorClient | None:
@@ -104,7 +145,7 @@ def find(attachment: Attachment, watch: str) -> CoordinatorClient | None:
         handle = attachment.ray.get_actor(actor_name(watch), namespace=NAMESPACE)
     except ValueError:
         return None
-    return CoordinatorClient(attachment.ray, handle)
+    return CoordinatorClient(attachment.ray, handle, actor_name(watch))
 
 
 def coordinators(attachment: Attachment) -> list[CoordinatorClient]:
@@ -116,7 +157,7 @@ def coordinators(attachment: Attachment) -> list[CoordinatorClient]:
         if actor["namespace"] == NAMESPACE and str(actor["name"]).startswith("coordinator-")
     )
     return [
-        CoordinatorClient(attachment.ray, attachment.ray.get_actor(name, namespace=NAMESPACE))
+        CoordinatorClient(attachment.ray, attachment.ray.get_actor(name, namespace=NAMESPACE), name)
         for name in names
     ]
 
@@ -131,6 +172,8 @@ def start(
     """
     ray = attachment.ray
     settings = msgspec.structs.replace(settings, watch=check_place(settings.watch))
+    if wheel_path is not None:
+        check_wheel(wheel_path)
     there = find(attachment, settings.watch)
     if there is not None:
         where = there.whereabouts()
@@ -139,7 +182,7 @@ def start(
         elif settings.take_over and not where.settings.take_over:
             there.stop()
         else:
-            _check_same(where, settings)
+            _check_same(attachment, where, settings)
             return there
         _await_end(attachment, settings.watch)
     with _runtime_env(attachment, settings, wheel_path) as runtime_env:
@@ -164,9 +207,9 @@ def start(
             )
             .remote(msgspec.json.encode(settings))
         )
-        client = CoordinatorClient(ray, handle)
+        client = CoordinatorClient(ray, handle, actor_name(settings.watch))
         # Somebody else may have been first.
-        _check_same(client.whereabouts(timeout_s=_START_S), settings)
+        _check_same(attachment, client.whereabouts(timeout_s=_START_S), settings)
     return client
 
 
@@ -179,13 +222,18 @@ def _await_end(attachment: Attachment, watch: str) -> None:
         time.sleep(0.05)
 
 
-def _check_same(where: Whereabouts, settings: Settings) -> None:
+def _check_same(attachment: Attachment, where: Whereabouts, settings: Settings) -> None:
     if msgspec.structs.replace(where.settings, take_over=settings.take_over) != settings:
         raise CoordinationError(
             f"{where.name} already watches {where.settings.watch} with other settings "
             f"({_differences(where.settings, settings)}); stop it first: "
-            f"smdist coordinator stop --watch '{where.settings.watch}'"
+            f"smdist coordinator stop{option(attachment)} --watch {shlex.quote(where.settings.watch)}"
         )
+
+
+def option(attachment: Attachment) -> str:
+    """How a command reaches the same Ray."""
+    return "" if attachment.local else f" --address {shlex.quote(attachment.address)}"
 
 
 def _differences(old: Settings, new: Settings) -> str:
@@ -258,6 +306,17 @@ def _runtime_env(
         yield runtime_env
 
 
+def check_wheel(path: Path) -> None:
+    """ConfigurationError when there is no smdist in it."""
+    try:
+        with ZipFile(path) as archive:
+            names = archive.namelist()
+    except (OSError, BadZipFile) as error:
+        raise ConfigurationError(f"--wheel {path} is no wheel: {error}") from error
+    if "smdist/__init__.py" not in names:
+        raise ConfigurationError(f"--wheel {path} is no wheel of smdist")
+
+
 def _module(requirement: str) -> str:
     name = requirement
     for mark in "[<>=!~ ":
@@ -279,7 +338,14 @@ def _probe(ray: Any, modules: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
         except ImportError:
             return "", missing
 
-    found: tuple[str, tuple[str, ...]] = ray.get(
-        ray.remote(num_cpus=0, max_retries=3)(look).remote(), timeout=_PROBE_S
-    )
+    try:
+        found: tuple[str, tuple[str, ...]] = ray.get(
+            ray.remote(num_cpus=0, max_retries=3)(look).remote(), timeout=_PROBE_S
+        )
+    except ray.exceptions.GetTimeoutError as error:
+        raise CoordinationError(
+            f"the cluster has started no process within {_PROBE_S:g} s: ray status"
+        ) from error
+    except ray.exceptions.RayError as error:
+        raise CoordinationError(f"the cluster cannot start a process: {error}") from error
     return found

@@ -29,7 +29,7 @@ import msgspec
 
 from smdist.errors import CoordinationError
 
-__all__ = ["LOOPBACK", "LocalRay", "find", "folder", "start", "stop"]
+__all__ = ["LOOPBACK", "LocalRay", "find", "folder", "looks_for_loopback", "start", "stop"]
 
 # Ray listens on the loopback interface alone when it believes to be on a machine that has no
 # clusters. A driver needs the same setting, or it turns 127.0.0.1 into the machine's address.
@@ -39,7 +39,7 @@ _QUIET = {
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # nothing on it has to be moved elsewhere
 }
 _SOCKET_ROOM = 62  # of the 107 bytes of a socket's path, what Ray adds to its folder
-_START_S, _STOP_S = 90.0, 20.0
+_START_S, _STOP_S, _ALONE_S = 90.0, 20.0, 3.0
 
 
 class LocalRay(msgspec.Struct, frozen=True):
@@ -67,13 +67,24 @@ def folder(environ: Mapping[str, str] = os.environ) -> Path:
     return path if len(os.fsencode(path)) <= 107 - _SOCKET_ROOM else Path("/tmp") / name
 
 
+def looks_for_loopback(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a driver with this environment finds a Ray of ours."""
+    return any(environ.get(name) == value for name, value in LOOPBACK.items())
+
+
 def find() -> LocalRay | None:
     """The one that runs, or None."""
+    known = _known(folder())
+    if known is None or _ticks(known.pid) != known.ticks or not reachable(known.address):
+        return None
+    return known
+
+
+def _known(home: Path) -> LocalRay | None:
     try:
-        known = msgspec.json.decode((folder() / "head.json").read_bytes(), type=LocalRay)
+        return msgspec.json.decode((home / "head.json").read_bytes(), type=LocalRay)
     except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
         return None
-    return known if _ticks(known.pid) == known.ticks and reachable(known.address) else None
 
 
 def start() -> LocalRay:
@@ -83,6 +94,7 @@ def start() -> LocalRay:
         known = find()
         if known is not None:
             return known
+        _end(_known(home))
         _sweep(home)
         process = _spawn(home)
         address = _await_address(home, process)
@@ -97,15 +109,12 @@ def stop() -> bool:
     if not home.exists():
         return False
     with _locked(_private(home)):
-        try:
-            known = msgspec.json.decode((home / "head.json").read_bytes(), type=LocalRay)
-        except (FileNotFoundError, msgspec.DecodeError):
+        known = _known(home)
+        if known is None:
             return False
-        alive = _ticks(known.pid) == known.ticks
-        if alive:
-            _end_session(known.pid)
+        ended = _end(known)
         _sweep(home)
-        return alive
+        return ended
 
 
 def reachable(address: str, timeout_s: float = 2.0) -> bool:
@@ -189,24 +198,45 @@ def _await_address(home: Path, process: subprocess.Popen[bytes]) -> str:
         raise
 
 
+def _end(known: LocalRay | None) -> bool:
+    """What there is of it. A session whose leader was killed keeps its number from others."""
+    if known is None:
+        return False
+    leader = _ticks(known.pid)
+    if leader == known.ticks:
+        _end_session(known.pid)
+        return True
+    left = _members(known.pid, since=known.ticks) if leader < 0 else []
+    _kill(left)
+    return bool(left)
+
+
 def _end_session(leader: int) -> None:
     """Kindly first; what is left of the session is killed."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(leader, signal.SIGTERM)
-    deadline = time.monotonic() + _STOP_S
+    deadline, alone = time.monotonic() + _STOP_S, False
     while (left := _members(leader)) and time.monotonic() < deadline:
+        if not alone and leader not in left:  # one that hangs outlives it
+            alone, deadline = True, min(deadline, time.monotonic() + _ALONE_S)
         time.sleep(0.05)
-    for pid in left:
+    _kill(left)
+
+
+def _kill(pids: list[int]) -> None:
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
-def _members(leader: int) -> list[int]:
-    """Processes of the session that have not ended."""
+def _members(leader: int, since: int = 0) -> list[int]:
+    """Processes of the session that have not ended, and have not begun before."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         fields = _stat(int(entry.name))
-        if fields and fields[0] not in ("Z", "X") and int(fields[3]) == leader:
+        if not fields or fields[0] in ("Z", "X") or int(fields[3]) != leader:
+            continue
+        if int(fields[19]) >= since:
             found.append(int(entry.name))
     return found
 

@@ -21,8 +21,11 @@ app = typer.Typer(
 
 @app.command()
 def version() -> None:
-    """Say which version this is."""
+    """Say which version this is, and whether its compiled kernel is in use."""
+    from smdist import kernel
+
     typer.echo(f"smdist {smdist.__version__}")
+    typer.echo(f"kernel: {'compiled' if kernel.compiled else 'numpy, which is slower'}")
 
 
 @app.command()

@@ -30,7 +30,9 @@ from smdist.errors import CoordinationError, SmdistError
 __all__ = ["start", "status", "stop"]
 
 _LOOK_S = 15.0  # how long `start` waits for something to tell about the runs
-_NONE_S = 3.0  # and for a first one
+_REACH_S = 30.0  # and for the first look at the place, more than a request may take
+_ANSWER_S = 5.0
+_LEASE = "its lease was not handed back, the next one may have to wait for that"
 _MARGIN_S = 15.0  # after a lease has ended, until who stands by has noticed
 _BAD = {"refused", "superseded", "failed"}
 _STYLES = {"active": "green", "lagging": "yellow", "ended": "dim", "lost": "red"}
@@ -41,11 +43,13 @@ def start(address: str, settings: Settings, wheel: Path | None, follow: bool) ->
     with _told() as outcome:
         # Before any Ray is started.
         settings = msgspec.structs.replace(settings, watch=check_place(settings.watch))
+        if wheel is not None:
+            launcher.check_wheel(wheel)
         console = _console()
         with launcher.attach(address) as ray:
             client = launcher.start(ray, settings, wheel_path=wheel)
             where = client.whereabouts()
-            _print_start(console, ray, address, where)
+            _print_start(console, ray, where)
             runs, trouble = _first_look(client)
             for one in runs.values():
                 console.print(_headline(one), markup=False)
@@ -91,13 +95,22 @@ def stop(address: str, watch: str) -> int:
             if found or watch or not local:
                 found = _chosen(ray, watch)
             for client in found:
-                where = client.whereabouts()
-                client.stop()
-                console.print(f"stopped {where.name}; {where.settings.watch} keeps its snapshots")
+                console.print(_stop(client), markup=False)
             left = launcher.coordinators(ray)
         if local and not left and local_ray.stop():
             console.print("stopped the local Ray, as nothing else ran on it")
     return outcome.code
+
+
+def _stop(client: CoordinatorClient) -> str:
+    try:
+        watched = client.whereabouts(timeout_s=_ANSWER_S).settings.watch
+    except (TimeoutError, CoordinationError):
+        client.kill()
+        return f"{client.name} did not answer, and was ended; {_LEASE}"
+    if client.stop():
+        return f"stopped {client.name}; {watched} keeps its snapshots"
+    return f"{client.name} did not stop in time, and was ended; {watched} keeps its snapshots; {_LEASE}"
 
 
 class _Outcome:
@@ -114,7 +127,11 @@ def _told() -> Iterator[_Outcome]:
         print(f"smdist: {error}", file=sys.stderr)
         outcome.code = 1
     except TimeoutError as error:
-        print(f"smdist: the coordinator does not answer: {error}", file=sys.stderr)
+        print(
+            f"smdist: the coordinator does not answer: {error}; "
+            "if that lasts: smdist coordinator stop, then start",
+            file=sys.stderr,
+        )
         outcome.code = 1
     except ConnectionError as error:
         print(f"smdist: Ray does not answer any more: {error}", file=sys.stderr)
@@ -151,14 +168,15 @@ def _first_look(client: CoordinatorClient) -> tuple[dict[str, RunStatus], str]:
     """Runs, once there is something to tell about each, and what keeps it from finding some."""
     began = time.monotonic()
     while True:
-        runs, trouble = client.runs(), client.whereabouts().trouble
+        where, runs = client.whereabouts(), client.runs()
         waited_s = time.monotonic() - began
-        if runs:
-            settled = all(one.state not in ("opening", "waiting") for one in runs.values())
-        else:
-            settled = bool(trouble) or waited_s > _NONE_S
-        if settled or waited_s > _LOOK_S:
-            return runs, trouble
+        if not where.looked and not where.trouble:
+            if waited_s > _REACH_S:
+                return runs, f"{where.settings.watch} gives no answer"
+        elif waited_s > _LOOK_S or all(
+            one.state not in ("opening", "waiting") for one in runs.values()
+        ):
+            return runs, where.trouble
         time.sleep(0.1)
 
 
@@ -209,9 +227,9 @@ def _follow(console: Console, find: Callable[[], CoordinatorClient | None]) -> N
 # -- what people see -----------------------------------------------------------------------------
 
 
-def _print_start(console: Console, ray: Attachment, address: str, where: Whereabouts) -> None:
+def _print_start(console: Console, ray: Attachment, where: Whereabouts) -> None:
     kind = "a Ray of this user on this machine" if ray.local else "Ray"
-    option = "" if address == "local" else f" --address {shlex.quote(address)}"
+    option = launcher.option(ray)
     watch = shlex.quote(where.settings.watch)
     rows = {
         "runs on": f"{kind}, {ray.address} (process {where.pid} on {where.host})",

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -120,6 +121,30 @@ def test_a_local_ray_without_a_coordinator_is_stopped_too(home: Path, tmp_path: 
     assert "stopped the local Ray" in well(smdist("stop", **mine))
     assert session(int(done.stdout)) == []
     assert "no coordinator runs" in smdist("stop", **mine).stderr
+
+
+def test_a_store_that_cannot_be_reached_is_no_success(home: Path) -> None:
+    mine = {
+        "SMDIST_RAY_DIR": str(home),
+        "AWS_ACCESS_KEY_ID": "k",
+        "AWS_SECRET_ACCESS_KEY": "s",
+    }
+    place = f"s3://bucket/jobs?endpoint_url=http://127.0.0.1:{free_port()}"
+    done = smdist("start", "--watch", place, **mine)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "cannot be reached" in done.stdout.splitlines()[-1]
+    assert "no run there yet" not in done.stdout
+
+
+def test_one_that_hangs_is_ended_soon(home: Path, tmp_path: Path) -> None:
+    mine = {"SMDIST_RAY_DIR": str(home)}
+    well(smdist("start", "--watch", str(tmp_path), **mine))
+    known = record(home)
+    (there,) = json.loads(well(smdist("status", "--json", **mine)))
+    os.kill(there["coordinator"]["pid"], signal.SIGSTOP)
+    said = well(smdist("stop", **mine))
+    assert f"{there['coordinator']['name']} did not answer, and was ended" in said
+    assert session(known.pid) == []
 
 
 def record(home: Path) -> LocalRay:

@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 import smdist
+from smdist import kernel
 from smdist.cli.app import app
 from smdist.coordination.watcher import Watcher
 from smdist.storage import LocalStore, sync
@@ -17,7 +18,10 @@ from tests.unit.test_merge_once import finish, work
 
 def test_version() -> None:
     result = CliRunner().invoke(app, ["version"])
-    assert (result.exit_code, result.output) == (0, f"smdist {smdist.__version__}\n")
+    assert result.exit_code == 0
+    first, second = result.output.splitlines()
+    assert first == f"smdist {smdist.__version__}"
+    assert second.startswith("kernel: compiled" if kernel.compiled else "kernel: numpy")
 
 
 def test_a_path_without_a_run_is_said_plainly(

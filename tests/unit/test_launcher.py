@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -15,7 +18,8 @@ import pytest
 
 import smdist
 from smdist.coordination import launcher, local_ray, wheel
-from smdist.coordination.coordinator import Settings, actor_name, canonical_url
+from smdist.coordination.coordinator import Settings, Whereabouts, actor_name, canonical_url
+from smdist.coordination.launcher import Attachment
 from smdist.errors import ConfigurationError, CoordinationError
 
 # -- names ---------------------------------------------------------------------------------------
@@ -26,6 +30,8 @@ def test_a_place_has_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert actor_name("jobs") == actor_name(f"{tmp_path}/jobs/") == actor_name("./jobs")
     assert actor_name(f"file://{tmp_path}/jobs") == actor_name("jobs")
     assert actor_name("s3://bucket/jobs/") == actor_name("s3://bucket/jobs")
+    assert actor_name("s3://bucket//jobs") == actor_name("s3://bucket/jobs")
+    assert canonical_url("s3://bucket/") == "s3://bucket"
     assert actor_name("s3://bucket/jobs") != actor_name("s3://bucket/job")
     assert actor_name("jobs").startswith("coordinator-v1-")
 
@@ -67,6 +73,46 @@ def test_nobody_there_is_said_at_once(scheme: str) -> None:
         address = f"{scheme}127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(CoordinationError, match="no Ray answers at"), launcher.attach(address):
             pass
+
+
+def test_a_ray_for_one_machine_is_not_taken_for_a_cluster() -> None:
+    """Ray would, and then look for it on another interface until somebody interrupts it."""
+    assert launcher._which([]) == "auto"
+    assert launcher._which(["10.0.0.1:6379"]) == "auto"
+    assert launcher._which(["127.0.0.1:39261", "10.0.0.1:6379"]) == "10.0.0.1:6379"
+    assert launcher._which(["127.0.0.1:1", "10.0.0.1:2", "10.0.0.1:3"]) == "auto"
+    with pytest.raises(CoordinationError, match="leave --address out"):
+        launcher._which(["127.0.0.1:39261", "127.0.0.1:41234"])
+
+
+@pytest.mark.parametrize("content", [None, b"no zip", b""])
+def test_what_is_no_wheel_is_refused_before_anything_starts(
+    content: bytes | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "smdist.whl"
+    if content is not None:
+        path.write_bytes(content)
+    done = without_ray("coordinator", "start", "--watch", "jobs", "--wheel", str(path))
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"smdist: --wheel {path} is no wheel")
+
+
+def test_a_wheel_of_something_else_is_refused(tmp_path: Path) -> None:
+    with ZipFile(tmp_path / "other.whl", "w") as archive:
+        archive.writestr("other/__init__.py", "")
+    with pytest.raises(ConfigurationError, match="no wheel of smdist"):
+        launcher.check_wheel(tmp_path / "other.whl")
+    launcher.check_wheel(wheel.pack(tmp_path))
+
+
+@pytest.mark.parametrize("address", ["", "ray://head:10001"])
+def test_other_settings_name_the_command_that_stops_it(address: str) -> None:
+    attached = Attachment(None, address or "127.0.0.1:1", local=not address)
+    where = Whereabouts("name", Settings("/jobs"), "", "", 1, "", 0.0, stopped=False)
+    other = f" --address {address}" if address else ""
+    with pytest.raises(CoordinationError, match=f"coordinator stop{other} --watch /jobs$"):
+        launcher._check_same(attached, where, Settings("/jobs", interval_s=9))
 
 
 def without_ray(*command: str) -> subprocess.CompletedProcess[str]:
@@ -155,6 +201,40 @@ def test_a_record_of_a_process_that_is_gone(
     assert local_ray.find() is None
     assert local_ray.stop() is False
     assert not (tmp_path / "head.json").exists()
+
+
+@pytest.mark.parametrize("leader", ["killed", "another"])
+def test_what_a_killed_head_left_behind_is_ended(
+    leader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_ray, "folder", lambda: tmp_path)
+    code = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(600)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as head:
+        assert head.stdout is not None
+        child, ticks = int(head.stdout.readline()), local_ray._ticks(head.pid)
+        try:
+            head.kill()
+            head.wait()
+            # Another one's: whatever has its number has begun before it.
+            since = ticks if leader == "killed" else ticks + 10_000
+            known = local_ray.LocalRay("127.0.0.1:1", head.pid, since, "")
+            (tmp_path / "head.json").write_bytes(msgspec.json.encode(known))
+            assert local_ray.stop() == (leader == "killed")
+            deadline = time.monotonic() + 20
+            while leader == "killed" and local_ray._ticks(child) >= 0:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert (local_ray._ticks(child) >= 0) == (leader == "another")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
 
 
 # -- the wheel -----------------------------------------------------------------------------------

@@ -66,19 +66,21 @@ class Arena:
         """Bytes reserved and free: what can be taken without asking the kernel for pages."""
         return self._list.free_bytes
 
-    def take(self, nbytes: int, *, grow: bool = True) -> int:
-        """Offset of a range, -1 when the limit leaves no room. OSError when the file system does.
-
-        Without `grow`, of what is reserved already.
-        """
+    def take(self, nbytes: int) -> int:
+        """Offset of a range, -1 when the limit leaves no room. OSError when the file system does."""
         need = rounded(nbytes)
         while True:
             with self._lock:
                 offset = self._list.take(need)
             if offset >= 0:
                 return offset
-            if not grow or not self._grow(need, warm=False):
+            if not self._grow(need, warm=False):
                 return -1
+
+    def take_some(self, least: int, most: int) -> tuple[int, int]:
+        """Offset and size of a range of what is reserved already; (-1, 0) when none has `least`."""
+        with self._lock:
+            return self._list.take_some(rounded(least), most)
 
     def give(self, offset: int, nbytes: int) -> None:
         with self._lock:

@@ -85,8 +85,8 @@ class Buffer:
         It is of memory that is at hand: more than `nbytes` is not asked for.
         """
         self.retire(ordinal)
-        size = max(rounded(nbytes), self._strip_bytes)
-        offset = self._arenas[0].take(size, grow=False)
+        most = max(rounded(nbytes), self._strip_bytes)
+        offset, size = self._arenas[0].take_some(nbytes, most)
         spot = Spot(0, offset, size, 0) if offset >= 0 else self.take(rounded(nbytes))
         if spot is None:
             return False

@@ -26,6 +26,16 @@ class FreeList:
                 return offset
         return -1
 
+    def take_some(self, least: int, most: int) -> tuple[int, int]:
+        """Offset and size of what is taken of the first range that has `least`; (-1, 0): none has."""
+        for _, size in self._free:
+            if size >= least:
+                taken = min(size, most)
+                return self.take(
+                    taken
+                ), taken  # of this range: those before it have not even `least`
+        return -1, 0
+
     def give(self, offset: int, nbytes: int) -> None:
         """Return a range; joins its neighbours."""
         if nbytes == 0:

@@ -60,3 +60,15 @@ def test_ranges_never_overlap_and_nothing_leaks(moves: list[int]) -> None:
     for offset, nbytes in held:
         free.give(offset, nbytes)
     assert free.take(SIZE) == 0
+
+
+def test_some_of_the_first_range_that_has_enough() -> None:
+    free = FreeList()
+    free.give(0, 64)
+    free.give(128, 256)
+    free.give(1024, 4096)
+    assert free.take_some(128, 1024) == (128, 256)
+    assert free.take_some(128, 1024) == (1024, 1024)
+    assert free.take_some(64, 1024) == (0, 64)
+    assert free.take_some(4096, 8192) == (-1, 0)
+    assert free.free_bytes == 3072

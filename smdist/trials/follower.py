@@ -36,6 +36,7 @@ from smdist.manifest import CollectionInfo, Run
 from smdist.storage import is_remote, sync
 from smdist.storage.base import Store
 from smdist.trials.advance import advance, touched_steps
+from smdist.trials.arguments import plain_arguments
 from smdist.trials.catalogue import Catalogue, StepState
 from smdist.trials.loader import Loader
 from smdist.trials.reader import GAP, REMOTE_GAP, Reader
@@ -51,6 +52,7 @@ POLL_FIRST_S = 0.1
 POLL_MOST_S = 2.0
 
 
+@plain_arguments
 class Follower:
     """Questions may come from several threads; `refresh` is one at a time."""
 
@@ -90,9 +92,9 @@ class Follower:
             )
             self._loader.told()
 
-    def prepare(self, catalogue: Catalogue, steps: Iterable[StepFacts]) -> None:
+    def prepare(self, catalogue: Catalogue, facts: Iterable[StepFacts]) -> None:
         """Fetch together what finding tensors of these steps needs, rather than one by one."""
-        self._warm(catalogue.view, ((facts.attempt, facts.key) for facts in steps))
+        self._warm(catalogue.view, ((one.attempt, one.key) for one in facts))
 
     def _warm(self, view: View, steps: Iterable[tuple[int, StepKey]]) -> None:
         chunks = {}

@@ -13,6 +13,7 @@ from smdist.errors import (
     TensorUnavailableForStep,
 )
 from smdist.identity import ModeKeys, worker_name
+from smdist.trials.arguments import plain_arguments
 from smdist.trials.reductions import merged, reduce_all, reduction_name, saved_reductions
 
 if TYPE_CHECKING:
@@ -26,10 +27,12 @@ __all__ = ["Tensor"]
 GLOBAL = ModeKeys.GLOBAL
 
 
+@plain_arguments
 class Tensor:
     """`mode` GLOBAL means that step numbers are global ones, whatever the mode of the step was.
 
-    `worker` is a name such as "worker_3" or a rank; None is the lowest rank that has the tensor.
+    It may be given by its name. `worker` is a name such as "worker_3" or a rank; None is the lowest
+    rank that has the tensor.
     """
 
     def __init__(self, name: str, trial: Trial) -> None:

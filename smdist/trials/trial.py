@@ -26,6 +26,7 @@ from smdist.errors import (
 from smdist.identity import ModeKeys, worker_name, worker_rank
 from smdist.manifest import Thinned
 from smdist.storage import sync
+from smdist.trials.arguments import plain_arguments
 from smdist.trials.catalogue import Catalogue
 from smdist.trials.follower import Follower
 from smdist.trials.reader import Array
@@ -42,6 +43,7 @@ GLOBAL = ModeKeys.GLOBAL
 Worker = Union[str, int, None]  # noqa: UP007 (3.10)
 
 
+@plain_arguments
 class Trial(Follower):
     """Made by `create_trial`."""
 

@@ -1,0 +1,109 @@
+"""What people give as steps, modes and workers, in one way for all questions.
+
+A step is anything that is a whole number (of numpy, of torch, `2.0`), a mode one of `smdist.modes` or
+its name, a worker a name or a rank. Anything else is a TypeError, rather than the answer that it was
+not saved.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any, Final, TypeVar
+
+from smdist.identity import ModeKeys
+
+__all__ = ["plain_arguments"]
+
+C = TypeVar("C", bound=type)
+
+
+def plain_arguments(kind: C) -> C:
+    """Every public method of the class gets its steps, modes and workers as plain values."""
+    for name, method in list(vars(kind).items()):
+        if not name.startswith("_") and inspect.isfunction(method):
+            setattr(kind, name, _wrapped(method))
+    return kind
+
+
+def _wrapped(method: Callable[..., Any]) -> Callable[..., Any]:
+    parameters = inspect.signature(method).parameters
+    readers = {name: _READERS[name] for name in parameters if name in _READERS}
+    if not readers:
+        return method
+    places = [(place, name) for place, name in enumerate(parameters) if name in readers]
+    optional = {name for name in readers if parameters[name].default is None}
+
+    @wraps(method)
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        given = list(args)
+        for place, name in places:
+            if place < len(given):
+                value = given[place]
+            elif name in kwargs:
+                value = kwargs[name]
+            else:
+                continue
+            if value is None and name in optional:
+                continue
+            plain = readers[name](name, value)
+            if place < len(given):
+                given[place] = plain
+            else:
+                kwargs[name] = plain
+        return method(*given, **kwargs)
+
+    return asked
+
+
+def _mode(name: str, value: object) -> ModeKeys:
+    if isinstance(value, ModeKeys):
+        return value
+    if isinstance(value, str) and value.upper() in ModeKeys.__members__:
+        return ModeKeys[value.upper()]
+    known = ", ".join(f"modes.{mode.name}" for mode in ModeKeys)
+    raise TypeError(f"{name}={value!r} is no mode; give one of smdist's {known}, or its name")
+
+
+def _step(name: str, value: object) -> int:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    try:
+        return int(operator.index(value))  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{name}={value!r} is no step; give its number, as 12") from None
+
+
+def _worker(name: str, value: object) -> str | int:
+    if isinstance(value, str):
+        return value
+    try:
+        return int(operator.index(value))  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(
+            f"{name}={value!r} is no worker; give its name, as 'worker_0', or its rank, as 0"
+        ) from None
+
+
+def _several(read: Callable[[str, object], Any]) -> Callable[[str, object], list[Any]]:
+    def each(name: str, value: object) -> list[Any]:
+        if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+            return [read(name, value)]
+        return [read(name, item) for item in value]
+
+    return each
+
+
+_READERS: Final[dict[str, Callable[[str, object], Any]]] = {
+    "mode": _mode,
+    "step": _step,
+    "step_num": _step,
+    "mode_step": _step,
+    "global_step": _step,
+    "worker": _worker,
+    "steps": _several(_step),
+    "required_steps": _several(_step),
+    "workers": _several(_worker),
+}

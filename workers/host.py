@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Host", "NumpyHost", "Wait"]
+from smdist.codec import dtype_code
+
+__all__ = ["Host", "NumpyHost", "Wait", "stored_order"]
 
 T = TypeVar("T", contravariant=False)
 
@@ -42,6 +44,15 @@ class Host(Protocol[T]):
     def start_copy(self, tensor: T, target: memoryview) -> Wait: ...
 
     def start_measure(self, tensor: T, columns: Sequence[str], target: memoryview) -> Wait: ...
+
+
+def stored_order(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The array, its bytes in the order in which they are stored; CaptureError for one of a type
+    that cannot be."""
+    if array.dtype.byteorder == ">":
+        array = array.astype(array.dtype.newbyteorder("<"))
+    dtype_code(array.dtype)
+    return array
 
 
 class NumpyHost:

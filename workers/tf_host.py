@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from smdist.codec import dtype_code
 from smdist.errors import CaptureError
-from smdist.workers.host import NumpyHost
+from smdist.workers.host import NumpyHost, stored_order
 from smdist.workers.script_values import Reading
 
 __all__ = [
@@ -48,8 +48,7 @@ def array_of(value: Any) -> Array:
             raise CaptureError(f"{type(value).__name__} has no values here: {error}") from error
     else:
         array = np.asarray(value)
-    dtype_code(array.dtype)  # raises what cannot be stored
-    return array
+    return stored_order(array)
 
 
 def is_variable(value: Any) -> bool:

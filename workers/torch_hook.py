@@ -22,13 +22,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from smdist.codec import dtype_code
 from smdist.config import PYTORCH, HookConfig
 from smdist.errors import ConfigurationError
 from smdist.reduction import ReductionConfig
 from smdist.schedule import SaveConfig
 from smdist.values import number
 from smdist.workers.hook import CLOSE_TIMEOUT_S, BaseHook
+from smdist.workers.host import stored_order
 from smdist.workers.script_values import Reading
 from smdist.workers.steps import StepOn
 from smdist.workers.torch_collection import Collection
@@ -197,9 +197,7 @@ def _silent(kind: type[Hook], out_dir: str) -> Hook:
 def _value(given: object) -> Value:
     if isinstance(given, torch.Tensor):
         return readable(given)
-    array = np.asarray(given)
-    dtype_code(array.dtype)  # raises what cannot be stored
-    return array
+    return stored_order(np.asarray(given))
 
 
 def _copy(value: Value) -> Value:

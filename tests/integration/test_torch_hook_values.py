@@ -37,6 +37,23 @@ def test_scalars_stay_at_their_step_whatever_the_interval(tmp_path: Path) -> Non
     }
 
 
+def test_arrays_of_the_other_byte_order_have_the_same_values(tmp_path: Path) -> None:
+    given = {
+        code: np.arange(6).reshape(2, 3).astype(f">{code}")
+        for code in ("f2", "f4", "f8", "i2", "i4", "i8", "u2", "u4", "u8", "c8", "c16")
+    }
+    with hooked(tmp_path / "run") as hook:
+        for code, value in given.items():
+            hook.save_tensor(code, value)
+        hook.save_scalar("one", np.float32(1.5).astype(">f4"))
+        hook.save_tensor("part", given["f4"][:, ::2])
+    trial = read(tmp_path / "run")
+    for code, value in given.items():
+        assert same(trial.tensor(code).value(0), value.astype(f"<{code}"))
+    assert trial.tensor("scalar/one").value(0) == 1.5
+    assert trial.tensor("part").value(0).tolist() == [[0.0, 2.0], [3.0, 5.0]]
+
+
 def test_values_that_one_rank_adds_between_due_steps_make_no_step_partial(tmp_path: Path) -> None:
     for rank in (0, 1):
         net = Net()

@@ -10,18 +10,21 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable, Iterable
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from smdist.collection import compile_regex
+from smdist.config import PYTORCH
 from smdist.errors import CaptureError
 from smdist.planning import Planner, StepPlan
 from smdist.workers.mishaps import Mishaps
 from smdist.workers.recorder import Recorder
 from smdist.workers.torch_callback import Callback, in_backward, within_compiled
 from smdist.workers.torch_compiled_parts import CompiledParts
-from smdist.workers.torch_flatten import tensors_in
+from smdist.workers.torch_flatten import MOST_ENTRIES, MOST_LOOKS, tensors_in
 from smdist.workers.torch_host import Value, readable
 from smdist.workers.torch_names import compiled
 
@@ -29,6 +32,11 @@ __all__ = ["Modules"]
 
 INPUT, OUTPUT = "input", "output"
 _NUMBERED = re.compile(r"(.*)_(input|output)_\d+")
+_FIRST = 3
+# An expression without any of these means all numbers or none. Ours mean all.
+_TELLS_NUMBERS = re.compile(r"[0-9\[]|\\[dw]|\.\.")
+_WRITTEN = re.compile(r"[0-9]{3,9}")
+_OURS = frozenset(text for texts in PYTORCH.collections.values() for text in texts)
 
 
 class _Watch(NamedTuple):
@@ -97,11 +105,21 @@ class Modules:
                 if (match := _NUMBERED.fullmatch(name))
             }
 
+            singled_out = self._singled_out()
+
             def wants(name: str, side: str) -> bool:
-                # How many there are shows only when it runs; patterns that single out a number
-                # mean one of the first.
-                return (name, side) in exact or any(
-                    plan.wants(f"{name}_{side}_{i}") is not None for i in range(3)
+                if (name, side) in exact:
+                    return True
+                # How many there are shows only when it runs.
+                numbered = (f"{name}_{side}_{i}" for i in range(_FIRST))
+                others = (
+                    full_name
+                    for pattern, numbers in singled_out
+                    for i in numbers
+                    if pattern.search(full_name := f"{name}_{side}_{i}")
+                )
+                return any(
+                    plan.wants(full_name) is not None for full_name in chain(numbered, others)
                 )
 
             watches = (
@@ -111,6 +129,16 @@ class Modules:
             found = tuple(watch for watch in watches if watch.inputs or watch.outputs)
             self._watches[plan] = found
         return found
+
+    def _singled_out(self) -> list[tuple[re.Pattern[str], set[int]]]:
+        """Expressions that may mean some numbers and not the first ones, with those to try: up to
+        two digits, and any that is written there. What a collection asked of a module means all."""
+        return [
+            (compile_regex(text), {*range(_FIRST, 100), *map(int, _WRITTEN.findall(text))})
+            for collection in self._planner.active().values()
+            for text in collection.include_regex
+            if text not in _OURS and _TELLS_NUMBERS.search(text)
+        ]
 
     @property
     def inside(self) -> bool:
@@ -206,7 +234,14 @@ class Modules:
         if not self._enter():
             return
         count = self._counts.get((name, side), 0)
-        for tensor in tensors_in(value):
+        found = tensors_in(value)
+        if found.cut:
+            self._mishaps.trouble(
+                f"not everything among the {side}s of {name} was looked through for tensors: of a "
+                f"sequence without one in its first {MOST_ENTRIES} entries the rest is passed over, "
+                f"and more than {MOST_LOOKS} values that are none are too many"
+            )
+        for tensor in found.tensors:
             full_name = f"{name}_{side}_{count}"
             count += 1
             try:
@@ -218,3 +253,5 @@ class Modules:
             except Exception as error:  # noqa: BLE001 (the policy decides)
                 self._mishaps.handle(error, f"capturing {full_name}")
         self._counts[name, side] = count
+        if found.error is not None:
+            self._mishaps.handle(found.error, f"looking for tensors among the {side}s of {name}")

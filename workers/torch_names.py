@@ -8,11 +8,14 @@
 DataParallel, DistributedDataParallel, FSDP, `torch.compile` and checkpoint wrappers leave no trace
 in a name, at the root or inside. Modules and parameters that are used in several places have the
 first name. Names are unique: a second root `Net` is `Net_1`, and a further root whose paths are
-taken has its own name before each of them (`Net_1.fc1_output_0`).
+taken has its own name before each of them (`Net_1.fc1_output_0`), as has a submodule that is called
+like the class of its root (`Net.Net_output_0`). A root's parameter that is called like one of its
+inputs or outputs (`output_0`) is `Net_.output_0`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -23,6 +26,8 @@ __all__ = ["NamedParameter", "Names", "compiled", "entrance", "inner", "layers",
 # The attribute under which a wrapper keeps what it wraps.
 _COMPILED = "_orig_mod"
 _WRAPPERS = (_COMPILED, "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+_AS_OUTPUT = re.compile(r"(input|output)_[0-9]+")
 
 
 def compiled(module: nn.Module) -> bool:
@@ -92,7 +97,8 @@ def parameters_of(root: nn.Module, root_name: str) -> Iterator[NamedParameter]:
             if parameter is None or id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            name = f"{root_name}_{path}.{key}" if path else f"{root_name}_{key}"
+            own = path or _AS_OUTPUT.fullmatch(key)
+            name = f"{root_name}_{path}.{key}" if own else f"{root_name}_{key}"
             yield NamedParameter(name, parameter, core)
 
 
@@ -116,9 +122,11 @@ class Names:
         found = [(p, m) for p, m in _walk(root, "", set()) if p and self.of(m) is None]
         clash = any(path in self._taken for path, _ in found)
         named = {root_name: root}
+        self._take(root_name, root)
         for path, submodule in found:
-            named[self._free(f"{root_name}.{path}" if clash else path)] = submodule
-        for name, submodule in named.items():
+            own = f"{root_name}.{path}" if clash or path == root_name else path
+            name = self._free(own)
+            named[name] = submodule
             self._take(name, submodule)
         return root_name, named
 

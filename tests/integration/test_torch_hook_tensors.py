@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -364,3 +365,105 @@ def test_reductions_instead_of_values(tmp_path: Path) -> None:
             assert tensor.reduction_value(step, "l2") == pytest.approx(np.linalg.norm(exact))
             with pytest.raises(TensorUnavailableForStep):
                 tensor.value(step)
+
+
+class Lazy(Mapping[str, torch.Tensor]):
+    def __getitem__(self, key: str) -> torch.Tensor:
+        if key == "labels":
+            raise RuntimeError("no labels in inference")
+        return torch.ones(1, 4)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["x", "labels"])
+
+    def __len__(self) -> int:
+        return 2
+
+
+def test_an_input_that_cannot_be_read_is_told_and_harms_nothing(tmp_path: Path) -> None:
+    class Batched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def forward(self, batch: Mapping[str, torch.Tensor], rest: Any = None) -> torch.Tensor:
+            out: torch.Tensor = self.net(batch["x"])
+            return out
+
+    net = Batched()
+    with hooked(tmp_path / "run", save_all=True, on_error="warn") as hook:
+        hook.register_module(net)
+        net(Lazy(), torch.zeros(2))
+        net({"ids": list(range(100_000)), "x": torch.ones(1, 4)})
+    trial = read(tmp_path / "run")
+    assert trial.tensor("Batched_input_0").value(0).tolist() == [[1.0] * 4]
+    assert trial.tensor("Batched_input_1").value(0).tolist() == [0.0] * 2
+    assert trial.tensor("Batched_input_0").value(1).tolist() == [[1.0] * 4]
+    broken, long = sorted(trial.troubles()["worker_0"])
+    assert "inputs of Batched: RuntimeError: no labels in inference" in broken
+    assert "inputs of Batched" in long
+    assert "first 256 entries" in long
+
+
+@pytest.mark.parametrize(
+    ("regex", "names"),
+    [
+        ("Many_output_4$", ["Many_output_4"]),
+        (["part_output_[45]$"], ["part_output_4", "part_output_5"]),
+        (r"Many_output_\d\d$", ["Many_output_10", "Many_output_11"]),
+        (r"Many_output_(?![0-9]$)", ["Many_output_10", "Many_output_11"]),
+    ],
+)
+def test_an_expression_may_single_out_any_number(
+    tmp_path: Path, regex: Any, names: list[str]
+) -> None:
+    class Many(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = nn.ReLU()
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return tuple(self.part(x + i) for i in range(12))
+
+    many = Many()
+    with hooked(tmp_path / "run", include_regex=regex) as hook:
+        hook.register_module(many)
+        many(torch.ones(2))
+    trial = read(tmp_path / "run")
+    assert trial.tensor_names() == names
+    first = names[0]
+    assert trial.tensor(first).value(0).tolist() == [1.0 + int(first.rpartition("_")[2])] * 2
+
+
+def test_a_number_beyond_all_usual_ones_can_be_written_out(tmp_path: Path) -> None:
+    relu = nn.ReLU()
+    with hooked(tmp_path / "run", include_regex="ReLU_output_120$") as hook:
+        hook.register_module(relu, step_on="manual")
+        for i in range(130):
+            relu(torch.tensor([float(i)]))
+        hook.step()
+    trial = read(tmp_path / "run")
+    assert trial.tensor_names() == ["ReLU_output_120"]
+    assert trial.tensor("ReLU_output_120").value(0).tolist() == [120.0]
+
+
+def test_names_that_would_be_the_same_are_not(tmp_path: Path) -> None:
+    class Echo(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.output_0 = nn.Parameter(torch.full((3,), 2.0))
+            self.Echo = nn.ReLU()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.Echo(x * self.output_0) + 1
+            return out
+
+    echo = Echo()
+    with hooked(tmp_path / "run", save_all=True) as hook:
+        hook.register_module(echo)
+        echo(torch.ones(3)).sum().backward()
+    trial = read(tmp_path / "run")
+    assert trial.tensor("Echo_output_0").value(0).tolist() == [3.0] * 3
+    assert trial.tensor("Echo.Echo_output_0").value(0).tolist() == [2.0] * 3
+    assert trial.tensor("Echo_.output_0").value(0).tolist() == [2.0] * 3
+    assert trial.tensor("gradient/Echo_.output_0").value(0).tolist() == [1.0] * 3

@@ -8,7 +8,8 @@ import pickle
 import subprocess
 import sys
 from collections import OrderedDict, namedtuple
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from smdist.workers.torch_callback import Callback
-from smdist.workers.torch_flatten import tensors_in
+from smdist.workers.torch_flatten import MOST_ENTRIES, tensors_in
 from smdist.workers.torch_names import Names, entrance, inner, parameters_of
 
 
@@ -187,15 +188,121 @@ def test_tensors_come_in_order_out_of_anything_nested() -> None:
         (Answer, []),
     ]
     for value, expected in cases:
-        found = list(tensors_in(value))
+        found = tensors_in(value).tensors
         assert len(found) == len(expected)
         assert all(x is y for x, y in zip(found, expected, strict=True))
 
 
-def test_a_value_that_contains_itself_ends() -> None:
+def test_a_value_that_contains_itself_is_looked_at_once() -> None:
     loop: list[Any] = [torch.ones(1)]
     loop.append(loop)
-    assert len(list(tensors_in(loop))) > 0
+    assert len(tensors_in(loop).tensors) == 1
+
+
+@dataclass
+class Node:
+    value: torch.Tensor
+    parent: Node | None = None
+    children: list[Node] = field(default_factory=list)
+
+
+def test_a_tree_whose_nodes_know_their_parents_has_each_tensor_once() -> None:
+    root = Node(torch.zeros(1))
+    level = [root]
+    for _ in range(4):
+        for node in level:
+            node.children = [Node(torch.zeros(1), node) for _ in range(3)]
+        level = [child for node in level for child in node.children]
+    found = tensors_in(root)
+    assert len(found.tensors) == len({id(t) for t in found.tensors}) == 1 + 3 + 9 + 27 + 81
+    assert not found.cut
+
+
+def test_one_thing_in_many_places_is_not_looked_at_in_each() -> None:
+    shared: Any = [torch.zeros(1)]
+    for _ in range(31):
+        shared = [shared, shared]
+    assert len(tensors_in(shared).tensors) == 1
+
+
+class Fresh(Mapping[str, object]):
+    """Makes its values when they are asked for."""
+
+    def __getitem__(self, key: str) -> object:
+        return [torch.ones(1)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter("abc")
+
+    def __len__(self) -> int:
+        return 3
+
+
+def test_containers_made_on_the_way_are_told_apart() -> None:
+    assert len(tensors_in(Fresh()).tensors) == 3
+
+
+class Broken(Fresh):
+    def __getitem__(self, key: str) -> object:
+        if key == "b":
+            raise RuntimeError("not now")
+        return super().__getitem__(key)
+
+
+def test_what_cannot_be_read_hides_nothing_else() -> None:
+    last = torch.ones(2)
+    found = tensors_in((Broken(), last))
+    assert len(found.tensors) == 2
+    assert found.tensors[-1] is last
+    assert isinstance(found.error, RuntimeError)
+
+
+class Counted(list[object]):
+    looks = 0
+
+    def __iter__(self) -> Iterator[object]:
+        for item in super().__iter__():
+            self.looks += 1
+            yield item
+
+
+def test_a_long_sequence_without_tensors_is_not_read_to_its_end() -> None:
+    last = torch.ones(1)
+    numbers = Counted(range(1_000_000))
+    found = tensors_in({"ids": numbers, "x": last})
+    assert found.tensors == [last]
+    assert found.cut
+    assert numbers.looks <= 2 * MOST_ENTRIES
+    nested = [[list(range(300)) for _ in range(300)] for _ in range(300)]
+    assert tensors_in((nested, last)).cut
+
+
+def test_a_long_sequence_with_tensors_is() -> None:
+    many: list[object] = [None] * (MOST_ENTRIES - 1) + [torch.ones(1)] * 1000
+    found = tensors_in(many)
+    assert len(found.tensors) == 1000
+    assert not found.cut
+
+
+def test_a_submodule_called_like_the_class_of_its_root() -> None:
+    root = Block()
+    root.Block = Block()
+    root.Block.Block = nn.ReLU()
+    name, named = Names().add_root(root)
+    assert name == "Block"
+    assert named["Block"] is root
+    assert named["Block.Block"] is root.Block
+    assert named["Block.Block_1"] is root.Block.Block
+    assert {"fc1", "act", "Block.fc1", "Block.act"} < named.keys()
+    assert len(named) == 7
+
+
+def test_a_parameter_called_like_an_output_has_a_name_of_its_own() -> None:
+    root = Block()
+    for key in ("output_0", "input_12", "output"):
+        root.register_parameter(key, nn.Parameter(torch.ones(1)))
+    names = [entry.name for entry in parameters_of(root, "Block")]
+    assert names[:3] == ["Block_.output_0", "Block_.input_12", "Block_output"]
 
 
 # -- callables -------------------------------------------------------------------------------------

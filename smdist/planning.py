@@ -174,6 +174,16 @@ class Planner:
             if name not in self._manager.framework.always
         )
 
+    def never_due(self) -> dict[Schedule, tuple[str, ...]]:
+        """Schedules that no step fulfils, though they were not switched off by `end_step=0`, and the
+        collections that have them; worth a message."""
+        found: dict[Schedule, dict[str, None]] = {}
+        for mode in ModeKeys:
+            for name, schedule in self._in_mode(mode):
+                if schedule.end_step and schedule.next_due(0) == NEVER:
+                    found.setdefault(schedule, {})[name] = None
+        return {schedule: tuple(names) for schedule, names in found.items()}
+
     def unsaved(self) -> tuple[str, ...]:
         """Collections of the script's own that select tensors, and save none; worth a message."""
         return tuple(

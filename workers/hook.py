@@ -58,6 +58,9 @@ class BaseHook(HookParts[T]):
 
     # -- what a framework adds ----------------------------------------------------------------
 
+    def _step_began(self) -> None:
+        """Whatever becomes of it."""
+
     def _begin_step(self) -> None:
         """The recorder has begun a step: capture and arm what its plan wants."""
 
@@ -70,6 +73,9 @@ class BaseHook(HookParts[T]):
 
     def _forget(self) -> None:
         """The configuration changed."""
+
+    def _ends(self) -> None:
+        """The job comes to its end, in good order."""
 
     def _uninstall(self) -> None:
         """Leave everything as it was before registering."""
@@ -99,7 +105,9 @@ class BaseHook(HookParts[T]):
         if not self._active:
             return
         clock, planner = self._clock, self._planner
+        self._step_began()
         try:
+            self._tell_what_is_never_due()
             self._recorder.finish()
             self._values.release()
             due = planner.next_due(clock.mode, clock.mode_step)
@@ -161,6 +169,18 @@ class BaseHook(HookParts[T]):
         for name in self._planner.unsaved():
             self._log.warning(
                 "collection %r is not in include_collections: nothing is saved because of it", name
+            )
+
+    def _tell_what_is_never_due(self) -> None:
+        """Once, when a script has said everything: later on it may be how it ends what it saved."""
+        told, self._told_never_due = self._told_never_due, True
+        if told or not self._outlet.probe():
+            return
+        for schedule, names in self._planner.never_due().items():
+            self._mishaps.trouble(
+                f"collections {', '.join(names)} are never saved: no multiple of save_interval="
+                f"{schedule.save_interval} is from start_step={schedule.start_step} on and before "
+                f"end_step={schedule.end_step}; give a later end_step, or none"
             )
 
     def _changed(self) -> None:
@@ -256,6 +276,8 @@ class BaseHook(HookParts[T]):
         left = ""
         try:
             self._values.release_all()
+            if not reason:
+                self._ends()
         except Exception as error:  # noqa: BLE001 (the policy decides)
             self._mishaps.handle(error, "closing")
         finally:

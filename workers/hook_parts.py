@@ -64,7 +64,7 @@ class HookParts(Generic[T]):
         self._active = (
             lifecycle.enabled() and not silent
         )  # False once nothing will be saved any more
-        self._described = False
+        self._described = self._told_never_due = False
         self._manager = config.build_manager(collection_type)
         self._planner = Planner(config, self._manager)
         self._clock = StepClock()

@@ -1,4 +1,4 @@
-"""Parts of a model that were compiled by themselves, block by block.
+"""Parts of a model that were compiled by themselves, block by block, and graphs around a model.
 
 A graph has no place for hooks, and one that exists already does not look for them. So a part runs as
 it is written on steps that watch modules inside it; what was compiled stays, for all other steps.
@@ -6,9 +6,12 @@ it is written on steps that watch modules inside it; what was compiled stays, fo
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -16,15 +19,63 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from smdist.workers.mishaps import Mishaps
-from smdist.workers.torch_callback import Callback
+from smdist.workers.torch_callback import Callback, untraced
 from smdist.workers.torch_names import compiled, layers
 
-__all__ = ["CompiledParts"]
+__all__ = ["CompiledParts", "stop_outer_graphs", "within_outer_graph"]
 
 # Where `module.compile()` keeps what it calls instead of the module's forward.
 _IN_PLACE = "_compiled_call_impl"
 
+_COMPILER = os.path.join("torch", "_dynamo", "eval_frame.py")
+_REASON = (
+    "smdist's hook reads tensors and cannot be part of a graph; call the module that is registered "
+    "outside of functions that are compiled with fullgraph=True, or leave that out"
+)
+
 Stance = Callable[[str], AbstractContextManager[object]]
+
+
+class _Stop(Callback):
+    """Where it hangs a graph ends, and goes on after the call."""
+
+    __slots__ = ()
+
+    @untraced
+    def __call__(self, *arguments: Any) -> None:
+        pass
+
+
+_Stop.__call__._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
+
+
+def stop_outer_graphs(root: nn.Module) -> list[RemovableHandle]:
+    """A function that is compiled around a call of a compiled module takes in what that wraps, and
+    leaves out the hooks of the compiled one. One inside makes it call the module as it is.
+
+    The module's own graph begins behind it, except for classes of torch's own.
+    """
+    inside = root._modules.get("_orig_mod") if compiled(root) else None
+    call = getattr(root.forward, "_torchdynamo_orig_callable", None)
+    if inside is None or getattr(call, "__self__", None) is not inside:
+        return []
+    return [inside.register_forward_pre_hook(_Stop(_nothing))]
+
+
+def within_outer_graph() -> bool:
+    """Is a compiled module called from another graph? Asked by its own hooks. Slow."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        # The call of a compiled module is in that file too, around its hooks.
+        if code.co_filename.endswith(_COMPILER) and code.co_name != "__call__":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _nothing(*_: Any) -> None:
+    pass
 
 
 class CompiledParts:

@@ -183,6 +183,12 @@ class Hook(BaseHook[Value]):
     def _forget(self) -> None:
         self._recording.forget()
 
+    def _step_began(self) -> None:
+        self._recording.unseen.seen()
+
+    def _ends(self) -> None:
+        self._recording.unseen.at_end()
+
     def _uninstall(self) -> None:
         self._recording.uninstall()
 

@@ -150,10 +150,12 @@ class Modules:
 
     # -- a recorded step ----------------------------------------------------------------------
 
-    def arm(self, plan: StepPlan) -> list[Hashable]:
+    def arm(self, plan: StepPlan, *, only_losses: bool = False) -> list[Hashable]:
         """Watch what the plan wants; the tokens that will arrive (losses, once each)."""
         self._judge()
         wanted = self.wanted(plan)
+        if only_losses:
+            wanted = tuple(watch for watch in wanted if watch.name in self._losses)
         if wanted != self._armed:
             self.disarm()
             for watch in wanted:

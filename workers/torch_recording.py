@@ -27,12 +27,14 @@ from smdist.workers.mishaps import Mishaps
 from smdist.workers.recorder import Recorder
 from smdist.workers.steps import AT_ONCE, StepClock, StepOn
 from smdist.workers.torch_callback import Callback, Counting, in_backward, within_compiled
+from smdist.workers.torch_compiled_parts import stop_outer_graphs, within_outer_graph
 from smdist.workers.torch_gradients import Gradients
 from smdist.workers.torch_host import Value
 from smdist.workers.torch_modules import Modules
 from smdist.workers.torch_names import Names, compiled, entrance
 from smdist.workers.torch_optimizers import Optimizers
 from smdist.workers.torch_parameters import Parameters
+from smdist.workers.torch_unseen import Unseen
 
 __all__ = ["Recording"]
 
@@ -65,6 +67,7 @@ class Recording:
         self._ends: list[RemovableHandle] = []
         self._eager = ExitStack()
         self._primed = False
+        self.unseen = Unseen(mishaps)
         self._synced = synced
         self.modules = Modules(recorder, planner, mishaps, self._arrived, self._enter)
         self._parameters = Parameters(recorder, mishaps)
@@ -99,6 +102,8 @@ class Recording:
         else:
             callback = Callback(partial(self._on_other, known))
         self._handles.append(root.register_forward_pre_hook(callback, with_kwargs=True))
+        self._handles += stop_outer_graphs(root)
+        self.unseen.watch(name, root)
         self._registered()
 
     def add_loss(self, module: nn.Module) -> None:
@@ -225,9 +230,10 @@ class Recording:
         """Nothing is due: take everything off that runs on due steps only."""
         self._disarm()
         outside = any(root.compiled for root in self._roots)
-        if not (self._primed or outside or next_due == NEVER) and within_compiled():
+        in_graph = within_outer_graph if outside else within_compiled
+        if not (self._primed or next_due == NEVER) and in_graph():
             # A graph watches the hooks of a module only if there were any when it was compiled.
-            self.modules.arm(self._planner.at(self._clock.mode, next_due))
+            self.modules.arm(self._planner.at(self._clock.mode, next_due), only_losses=outside)
             self._clock.due = AT_ONCE
         self._primed = True
 
@@ -262,6 +268,7 @@ class Recording:
         with suppress(Exception):
             self._eager.close()
         self._disarm()
+        self.unseen.seen()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

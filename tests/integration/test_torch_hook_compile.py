@@ -228,3 +228,48 @@ def test_a_compiled_model_with_a_part_that_does_not_run_is_no_trouble(tmp_path: 
         hook.register_module(model)
         train(model, 2)
     assert read(tmp_path / "run").troubles() == {}
+
+
+# Of the compiler itself, where a graph ends at a hook.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_compiled_model_inside_another_compiled_function(
+    tmp_path: Path, first: int, whole: bool
+) -> None:
+    net, loss = Net(), nn.MSELoss()
+    model = compiled(net, backend="aot_eager", fullgraph=whole)
+
+    @torch.compile(backend="aot_eager")
+    def forward(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = loss(model(x), y)
+        return found
+
+    config = smd.SaveConfig(save_interval=2, start_step=first)
+    losses = []
+    with hooked(tmp_path / "run", include_collections=ALL, save_config=config) as hook:
+        hook.register_module(model)
+        hook.register_loss(loss)
+        for _ in range(5):
+            found = forward(torch.randn(3, 4), torch.zeros(3, 2))
+            losses.append(as_array(found))
+            found.backward()
+    trial = read(tmp_path / "run")
+    assert trial.steps() == ([0, 2, 4] if first == 0 else [2, 4])
+    assert trial.troubles() == {}
+    for step in trial.steps():
+        assert set(trial.tensor_names(step=step)) >= NAMES
+        assert same(trial.tensor("MSELoss_output_0").value(step), losses[step])
+    assert not net._forward_pre_hooks
+
+
+def test_a_full_graph_around_a_compiled_model_says_what_to_do(tmp_path: Path) -> None:
+    model = compiled(Net(), backend="eager")
+    around: Any = torch.compile(lambda x: model(x) * 2, backend="eager", fullgraph=True)
+    with hooked(tmp_path / "run") as hook:
+        hook.register_module(model)
+        with pytest.raises(
+            Exception, match="outside of functions that are compiled with fullgraph"
+        ):
+            around(torch.randn(2, 4))
+    around(torch.randn(2, 4))

@@ -324,3 +324,19 @@ def test_a_script_s_configuration_does_not_keep_a_planner_alive() -> None:
     gc.collect()
     assert gone() is None
     mine.end_step = 3
+
+
+def test_schedules_that_no_step_fulfils_are_known() -> None:
+    def planner(**settings: Any) -> Planner:
+        planner, manager = plan_for(include_collections=["weights", "biases"])
+        for name in ("weights", "biases"):
+            manager.get(name).save_config = SaveConfig(**settings)
+        return planner
+
+    (schedule,) = (found := planner(save_interval=1, start_step=10, end_step=5).never_due())
+    assert (schedule.start_step, schedule.end_step) == (10, 5)
+    assert set(found[schedule]) == {"weights", "biases"}
+    assert planner(save_interval=100, start_step=1, end_step=100).never_due()
+    assert not planner(save_interval=100, start_step=1, end_step=101).never_due()
+    assert not planner(end_step=0).never_due()
+    assert not planner(start_step=10, end_step=5, save_steps=[3]).never_due()

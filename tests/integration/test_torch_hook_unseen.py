@@ -1,0 +1,115 @@
+"""A registered module of which no call is seen, and settings that save nothing: both are said."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import smdist.pytorch as smd
+from tests.integration.torch_jobs import Net, hooked, read, train
+
+UNSEEN = "no step was seen, and nothing of Net is captured"
+
+
+def around_it(net: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A graph that was there before the hook."""
+    torch._dynamo.reset()
+    model = torch.compile(net, backend="eager")
+    found: Callable[[torch.Tensor], torch.Tensor]
+    found = torch.compile(lambda x: model(x) * 2, backend="eager")
+    found(torch.ones(1, 4))
+    return found
+
+
+@pytest.mark.parametrize("how", ["forward", "graph"])
+def test_training_that_goes_on_without_a_step_is_told_at_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    net = Net()
+    forward = net.forward if how == "forward" else around_it(net)
+    with hooked(tmp_path / "run", include_collections=["weights"]) as hook:
+        hook.register_module(net)
+        forward(torch.ones(1, 4)).sum().backward()
+        assert UNSEEN not in caplog.text  # its forward may have been before
+        forward(torch.ones(1, 4)).sum().backward()
+        assert UNSEEN in caplog.text
+        forward(torch.ones(1, 4)).sum().backward()
+        hook.save_scalar("lr", 0.1)
+    assert caplog.text.count(UNSEEN) == 1
+    (message,) = read(tmp_path / "run").troubles()["worker_0"]
+    assert "register the module that the script calls" in message
+
+
+def test_a_job_without_a_step_is_told_at_its_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = Net()
+    with hooked(tmp_path / "run") as hook:
+        hook.register_module(net)
+        copy.deepcopy(net)(torch.ones(1, 4))
+        assert UNSEEN not in caplog.text
+    assert caplog.text.count(UNSEEN) == 1
+
+
+def test_a_job_that_failed_before_its_first_step_says_why_and_no_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hook = smd.Hook(tmp_path / "run")
+    hook.register_module(Net())
+    with pytest.raises(RuntimeError), hook:
+        raise RuntimeError("no data")
+    assert UNSEEN not in caplog.text
+
+
+@pytest.mark.parametrize("settings", [{}, {"dry_run": True}, {"save_config": {"start_step": 9}}])
+def test_steps_that_are_seen_are_no_trouble(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, settings: dict[str, object]
+) -> None:
+    net = Net()
+    with hooked(tmp_path / "run", **settings) as hook:
+        hook.register_module(net)
+        hook.register_module(nn.Linear(1, 1))  # takes part in steps, if it likes
+        train(net, 3)
+        assert not net.fc1.weight._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    assert not caplog.records
+
+
+def test_steps_drawn_by_hand_are_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with hooked(tmp_path / "run") as hook:
+        hook.register_module(Net(), step_on="manual")
+        hook.save_scalar("lr", 0.1)
+        hook.step()
+    assert not caplog.records
+
+
+def test_settings_that_no_step_fulfils_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = Net()
+    config = smd.SaveConfig(save_interval=100, start_step=1, end_step=100)
+    with hooked(tmp_path / "run", include_collections=["weights"], save_config=config) as hook:
+        hook.register_module(net)
+        train(net, 3)
+        hook.get_collection("weights").save_config.end_step = 50  # not at the beginning: meant
+        train(net, 3)
+    (record,) = caplog.records
+    assert "collections weights, losses are never saved" in record.getMessage()
+    assert "start_step=1 on and before end_step=100; give a later end_step" in record.getMessage()
+
+
+def test_so_are_those_that_a_script_makes_of_them_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = Net()
+    with hooked(tmp_path / "run", include_collections=["weights"]) as hook:
+        hook.get_collection("weights").save_config = smd.SaveConfig(
+            save_interval=1, start_step=10, end_step=5
+        )
+        hook.register_module(net)
+        train(net, 1)
+    assert "start_step=10 on and before end_step=5" in caplog.text

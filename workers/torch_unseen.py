@@ -1,0 +1,69 @@
+"""A registered module that trains without a step having begun: nothing is captured, and that is said.
+
+Hooks of a module run when it is called. They do not if a script calls its `forward()` or a copy of
+it, or a graph that was compiled around it before. That gradients come all the same shows it, and if
+none do the end of the job.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
+
+from smdist.workers.mishaps import Mishaps
+from smdist.workers.torch_callback import Callback
+
+__all__ = ["Unseen"]
+
+_ENOUGH = 2  # backward passes: of the first one the forward may have run before registering
+
+
+class Unseen:
+    def __init__(self, mishaps: Mishaps) -> None:
+        self._mishaps = mishaps
+        self._name = ""
+        self._passes = 0
+        self._handle: RemovableHandle | None = None
+
+    def watch(self, name: str, root: nn.Module) -> None:
+        """From now on a step is expected; a further root changes nothing."""
+        if self._name:
+            return
+        self._name = name
+        trained = (p for p in root.parameters() if p.requires_grad and not is_lazy(p))
+        parameter: Any = next(trained, None)  # the method is untyped
+        # What takes no hook is left to the end of the job.
+        with suppress(RuntimeError, NotImplementedError):
+            if parameter is not None:
+                body = Callback(self._on_gradient)
+                self._handle = parameter.register_post_accumulate_grad_hook(body)
+
+    def seen(self) -> None:
+        """A step began, or nobody waits for one any more."""
+        self._passes = _ENOUGH
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _on_gradient(self, _: object) -> None:
+        self._passes += 1
+        if self._passes == _ENOUGH:
+            self._tell()
+
+    def at_end(self) -> None:
+        if self._name and self._passes < _ENOUGH:
+            self._tell()
+        self.seen()
+
+    def _tell(self) -> None:
+        name = self._name
+        self._mishaps.trouble(
+            f"no step was seen, and nothing of {name} is captured, because no call of what was "
+            "registered came by: the script may call its forward() or a copy of it, or a function "
+            "around it that was compiled and ran before; register the module that the script calls, "
+            "before anything is compiled around it"
+        )

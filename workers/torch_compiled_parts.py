@@ -55,9 +55,11 @@ def stop_outer_graphs(root: nn.Module) -> list[RemovableHandle]:
 
     The module's own graph begins behind it, except for classes of torch's own.
     """
-    inside = root._modules.get("_orig_mod") if compiled(root) else None
+    if not compiled(root):
+        return []
+    inside: Any = root._modules["_orig_mod"]
     call = getattr(root.forward, "_torchdynamo_orig_callable", None)
-    if inside is None or getattr(call, "__self__", None) is not inside:
+    if getattr(call, "__self__", None) is not inside:
         return []
     return [inside.register_forward_pre_hook(_Stop(_nothing))]
 

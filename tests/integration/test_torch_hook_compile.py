@@ -241,9 +241,8 @@ def test_a_compiled_model_inside_another_compiled_function(
     model = compiled(net, backend="aot_eager", fullgraph=whole)
 
     @torch.compile(backend="aot_eager")
-    def forward(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = loss(model(x), y)
-        return found
+    def forward(x: torch.Tensor, y: torch.Tensor) -> Any:
+        return loss(model(x), y)
 
     config = smd.SaveConfig(save_interval=2, start_step=first)
     losses = []
@@ -265,7 +264,11 @@ def test_a_compiled_model_inside_another_compiled_function(
 
 def test_a_full_graph_around_a_compiled_model_says_what_to_do(tmp_path: Path) -> None:
     model = compiled(Net(), backend="eager")
-    around: Any = torch.compile(lambda x: model(x) * 2, backend="eager", fullgraph=True)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def around(x: torch.Tensor) -> Any:
+        return model(x)
+
     with hooked(tmp_path / "run") as hook:
         hook.register_module(model)
         with pytest.raises(

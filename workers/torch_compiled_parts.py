@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -57,7 +57,7 @@ def stop_outer_graphs(root: nn.Module) -> list[RemovableHandle]:
     """
     if not compiled(root):
         return []
-    inside: Any = root._modules["_orig_mod"]
+    inside = cast("nn.Module", root._modules["_orig_mod"])
     call = getattr(root.forward, "_torchdynamo_orig_callable", None)
     if getattr(call, "__self__", None) is not inside:
         return []

@@ -380,11 +380,16 @@ class Follow:
     # -- what they name --------------------------------------------------------------------------
 
     async def _layout(self, digest: str, found: Found) -> None:
-        layout = await self._bearing(layout_key(digest), Layout)
-        if layout is None:
-            self._wanted[digest] = self.now() + self.rhythm.discover_s
+        key = layout_key(digest)
+        self._wanted[digest] = self.now() + self.rhythm.discover_s
+        text = await self._bearing(key, msgspec.Raw)
+        if text is None:
             return
-        self.layouts[digest] = layout
+        try:
+            self.layouts[digest] = Layout.from_json(memoryview(text), digest)
+        except msgspec.DecodeError as error:
+            self.troubles[key] = f"{key} cannot be read: {error}"
+            return
         del self._wanted[digest]
         found.layouts += 1
 

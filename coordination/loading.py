@@ -77,19 +77,19 @@ async def load_drops(store: Store, key: str) -> Content:
 async def load_layouts(store: Store, head: Head, known: Iterable[str] = ()) -> dict[str, Layout]:
     """The layouts of a head, in their order. Packs that are `known`, by key, are left out."""
 
-    async def load(key: str) -> dict[str, msgspec.Raw]:
-        data = await store.get(key)
+    def read(key: str, unpack: Callable[[], Mapping[str, msgspec.Raw]]) -> dict[str, Layout]:
         try:
-            return unpack_layouts(data)
+            return {k: Layout.from_json(memoryview(text), k) for k, text in unpack().items()}
         except msgspec.DecodeError as error:
-            raise CorruptObject(store.url, key, "read", str(error)) from error
+            raise CorruptObject(store.url, key, "read", f"layouts: {error}") from error
+
+    async def load(key: str) -> dict[str, Layout]:
+        data = await store.get(key)
+        return read(key, lambda: unpack_layouts(data))
 
     packs = await together(load, [key for key in head.layout_packs if key not in set(known)])
-    return {
-        digest: msgspec.json.decode(text, type=Layout)
-        for texts in (*packs, head.layouts)
-        for digest, text in texts.items()
-    }
+    inline = read("merged/", lambda: head.layouts)
+    return {digest: layout for some in (*packs, inline) for digest, layout in some.items()}
 
 
 async def load_view(store: Store, pointer: Pointer) -> Loaded:

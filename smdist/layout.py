@@ -16,7 +16,7 @@ Layouts repeat from step to step and from rank to rank, so a manifest names them
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Union
 
 import msgspec
 
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = ["Layout", "TensorEntry", "Wish", "arrange"]
+
+_DIGEST_BYTES = 12
+
+Buffer = Union[bytes, memoryview]  # noqa: UP007 (3.10)
 
 
 class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -60,11 +64,17 @@ class Layout(msgspec.Struct, frozen=True):
         return msgspec.json.encode(self)
 
     @staticmethod
-    def from_json(data: bytes) -> Layout:
+    def from_json(data: Buffer, digest: str = "") -> Layout:
+        """msgspec.DecodeError if it is none, or not the one of that digest.
+
+        By its bytes: one that was written by another version need not look the same when written anew.
+        """
+        if digest and _digest(data) != digest:
+            raise msgspec.DecodeError("the content is not what the name says")
         return msgspec.json.decode(data, type=Layout)
 
     def digest(self) -> str:
-        return hashlib.blake2b(self.to_json(), digest_size=12).hexdigest()
+        return _digest(self.to_json())
 
     @property
     def statistics_nbytes(self) -> int:
@@ -73,6 +83,10 @@ class Layout(msgspec.Struct, frozen=True):
     @property
     def checksums_nbytes(self) -> int:
         return 4 * (len(self.tensors) + 1) if self.checksums_offset >= 0 else 0
+
+
+def _digest(data: Buffer) -> str:
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).hexdigest()
 
 
 class Wish(msgspec.Struct, frozen=True):

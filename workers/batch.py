@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import sys
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,9 +14,10 @@ from smdist.manifest import Session, segment_key
 from smdist.pipeline.fold import Fold, fold
 from smdist.pipeline.segment import Segment, compose
 from smdist.record import Drop, Inline, Part, Piece, Record, Trouble
+from smdist.workers.journal import JournalReader
 from smdist.workers.spool import Spool
 
-__all__ = ["Arenas", "Batch", "nothing", "prepare", "without"]
+__all__ = ["Arenas", "Batch", "captured_bytes", "nothing", "prepare", "without"]
 
 _MODES = frozenset(mode.value for mode in ModeKeys)
 
@@ -67,6 +69,19 @@ def prepare(
         news.blocks, arenas.read, key=key, worker=worker, attempt=session.attempt, seq=seq
     )
     return Batch(seq, news, segment)
+
+
+def captured_bytes(spool: Spool, first: int, upto: int = sys.maxsize) -> int:
+    """Of the records `[first, upto)`, as a Fold of them counts."""
+    journal = JournalReader(spool, first)
+    nbytes = 0
+    try:
+        while pieces := journal.read(10_000):
+            known = [p.kind.nbytes for p in pieces if p.kind is not None and p.ordinal < upto]
+            nbytes += sum(known)
+    finally:
+        journal.close()
+    return nbytes
 
 
 def nothing(upto: int, seq: int) -> Batch:

@@ -213,7 +213,7 @@ class Committer:
         await self._put_manifest(manifest)
         self._note(manifest)
         closed = sum(entry.closed for entry in batch.segment.entries)
-        self._ledger.add_stored(batch.segment.nbytes, closed)
+        self._ledger.add_stored(batch.news.nbytes, closed)
         self._ledger.acked = batch.news.upto
         self.last_commit_at = time.monotonic()
         if self._succeeds:

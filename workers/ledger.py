@@ -39,6 +39,7 @@ class Ledger:
 
     @property
     def bytes_stored(self) -> int:
+        """As they were captured: without what a segment has besides."""
         return self._words[_BYTES]
 
     @property

@@ -90,7 +90,7 @@ class DrainProgress:
 
 
 def left(usage: Usage) -> str:
-    """What is captured and not stored. Stored bytes count headers too: never below zero."""
+    """What is captured and not stored. The uploader counts on while we ask: never below zero."""
     nbytes = max(usage.captured_bytes - usage.stored_bytes, 0)
     steps = max(usage.captured_steps - usage.stored_steps, 0)
     return (

@@ -2,7 +2,8 @@
 
 A spool outlives its job when the store stayed closed until the uploader gave up, or when uploader
 and training process were killed together. `find_spools` looks where hooks put them; `recover` sends
-one and removes it. It works on no spool that somebody else still works on.
+one and removes it. It works on no spool that somebody else still works on: a hook that is not closed,
+or an uploader. A process that goes on after its hook was closed is not in the way.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import msgspec
 from smdist.errors import SpoolUnavailable
 from smdist.identity import worker_name
 from smdist.manifest import RankState
-from smdist.record import Part
-from smdist.workers.batch import Batch
+from smdist.record import End
+from smdist.workers.batch import Batch, captured_bytes
 from smdist.workers.journal import JournalReader
 from smdist.workers.launch import machine
 from smdist.workers.ledger import Ledger
@@ -60,16 +61,10 @@ def find_spools(roots: Iterable[Path]) -> list[Path]:
 def pending_bytes(spool: Spool) -> int:
     """How many captured bytes are not in the store, by what the ledger says."""
     ledger = Ledger(spool.path / "ledger")
-    journal = JournalReader(spool, ledger.acked)
-    nbytes = 0
     try:
-        while pieces := journal.read(10_000):
-            kinds = [piece.kind for piece in pieces if isinstance(piece.record, Part)]
-            nbytes += sum(kind.nbytes for kind in kinds if kind is not None)
+        return captured_bytes(spool, ledger.acked)
     finally:
-        journal.close()
         ledger.close()
-    return nbytes
 
 
 def recover(
@@ -91,8 +86,6 @@ def recover(
         shutil.rmtree(path, ignore_errors=True)
         return Recovered(path.name, "", "ended", "nothing was left in it", 0, 0)
     spool = Spool.open(path)
-    if not force:
-        _check_trainer(spool)
     options = msgspec.structs.replace(spool.info.upload, drain_deadline_s=give_up_s)
     spool.info = msgspec.structs.replace(spool.info, upload=options)
     steps = nbytes = 0
@@ -103,7 +96,9 @@ def recover(
         nbytes += batch.segment.nbytes
         progress(spool, batch)
 
-    with spool.lock():
+    with spool.lock():  # first: an uploader that works knows best
+        if not force:
+            _check_trainer(spool)
         ending = asyncio.run(Uploader(spool, say, note).run(trainer_gone=True))
         spool.remove()
     worker, out_dir = worker_name(spool.info.session.rank), spool.info.out_dir
@@ -127,7 +122,20 @@ def _check_trainer(spool: Spool) -> None:
             f"{spool.path} was filled by process {info.trainer_pid} on {host}, and this is {here}: "
             "run `smdist recover` there, or pass --force if that process is surely gone"
         )
-    if alive(info.trainer_pid, info.trainer_start):
+    if alive(info.trainer_pid, info.trainer_start) and not _is_closed(spool):
         raise TrainerAlive(
-            f"{spool.path} is still being filled by process {info.trainer_pid}; its own uploader sends it"
+            f"{spool.path} is still being filled by process {info.trainer_pid}; its own uploader sends "
+            "it. Should that have given up: run this again once the hook is closed"
         )
+
+
+def _is_closed(spool: Spool) -> bool:
+    """Whether the hook has written its last word: nothing is added after that."""
+    journal = JournalReader(spool)
+    try:
+        while pieces := journal.read(10_000):
+            if any(isinstance(piece.record, End) for piece in pieces):
+                return True
+    finally:
+        journal.close()
+    return False

@@ -35,7 +35,7 @@ from smdist.record import Piece
 from smdist.storage import open_store
 from smdist.storage.base import Store
 from smdist.workers.announce import Announcer
-from smdist.workers.batch import Arenas, Batch, nothing, prepare, without
+from smdist.workers.batch import Arenas, Batch, captured_bytes, nothing, prepare, without
 from smdist.workers.closing import Rank, merge_if_last, not_merged
 from smdist.workers.commit import (
     Committer,
@@ -205,7 +205,8 @@ class Uploader:
         """The uploader before us may have been killed between its manifest and the ledger."""
         ledger = self._ledger
         if start.last is not None and start.upto > ledger.acked:
-            ledger.add_stored(0, sum(entry.closed for entry in start.last.steps))
+            nbytes = captured_bytes(self._spool, ledger.acked, start.upto)
+            ledger.add_stored(nbytes, sum(entry.closed for entry in start.last.steps))
         ledger.acked = max(start.upto, ledger.acked)
 
     async def _summarise(self, store: Store, start: ResumePoint) -> None:

@@ -18,7 +18,7 @@ from smdist.workers.recover import (
     pending_bytes,
     recover,
 )
-from smdist.workers.spool import Spool, SpoolBusy
+from smdist.workers.spool import Spool, SpoolBusy, private_root
 
 __all__ = ["run"]
 
@@ -26,12 +26,20 @@ __all__ = ["run"]
 def run(spools: Sequence[Path], *, force: bool, give_up_s: float) -> int:
     """Exit code: 0 when nothing is left that could have been sent."""
     console = Console(highlight=False, soft_wrap=True)
-    found = list(spools) or find_spools(default_roots())
+    roots = default_roots()
+    found = [one for path in spools for one in _below(path)] if spools else find_spools(roots)
     if not found:
-        console.print("nothing to recover: no spools of this user on this machine")
+        places = ", ".join(map(str, spools or roots))
+        hint = "" if spools else "; name the folder if a hook was given another spool_dir"
+        console.print(f"nothing to recover: no spools of this user in {places}{hint}", markup=False)
         return 0
     sent = [_one(console, path, bool(spools), force=force, give_up_s=give_up_s) for path in found]
     return 0 if all(sent) else 1
+
+
+def _below(path: Path) -> list[Path]:
+    """A spool itself, or all that hooks have put into a folder that they were given as spool_dir."""
+    return find_spools([path]) if private_root(path).is_dir() else [path]
 
 
 def _one(console: Console, path: Path, named: bool, *, force: bool, give_up_s: float) -> bool:

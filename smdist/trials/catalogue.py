@@ -226,6 +226,14 @@ class Catalogue:
         index = self.layouts.get(digest)
         return index.positions if index is not None else {}
 
+    def unread(self, facts: StepFacts, rank: int | None = None) -> str:
+        """A layout of the step (of that rank's share of it) that could not be read, "" for none."""
+        named: Iterable[str] = facts.layouts
+        if rank is not None and any(digest not in self.layouts for digest in named):
+            blocks = self.view.blocks(facts.attempt, rank, facts.key)
+            named = [entry.layout for entry in blocks if entry.layout]
+        return next((digest for digest in named if digest not in self.layouts), "")
+
     def has(self, facts: StepFacts, name: str) -> bool:
         return any(name in self._positions(digest) for digest in facts.layouts)
 

@@ -26,13 +26,14 @@ from smdist.coordination.membership import StepFacts
 from smdist.coordination.merge import StepKey, View
 from smdist.errors import (
     ConfigurationError,
+    CorruptObject,
     NoMoreData,
     StepNotYetAvailable,
     StepUnavailable,
     WaitTimeout,
 )
 from smdist.identity import ModeKeys
-from smdist.manifest import CollectionInfo, Run
+from smdist.manifest import CollectionInfo, Run, layout_key
 from smdist.storage import is_remote, sync
 from smdist.storage.base import Store
 from smdist.trials.advance import advance, touched_steps
@@ -95,6 +96,15 @@ class Follower:
     def prepare(self, catalogue: Catalogue, facts: Iterable[StepFacts]) -> None:
         """Fetch together what finding tensors of these steps needs, rather than one by one."""
         self._warm(catalogue.view, ((one.attempt, one.key) for one in facts))
+
+    def check_read(self, catalogue: Catalogue, facts: StepFacts, rank: int | None = None) -> None:
+        """Raise CorruptObject if it is not known what that step holds, as a layout cannot be read."""
+        digest = catalogue.unread(facts, rank)
+        if digest:
+            key = layout_key(digest)
+            why = self._unreadable.get(key, "it cannot be read")
+            detail = f"{why}; so it is not known what step {facts.step} holds"
+            raise CorruptObject(self._store.url, key, "read", detail)
 
     def _warm(self, view: View, steps: Iterable[tuple[int, StepKey]]) -> None:
         chunks = {}

@@ -383,11 +383,15 @@ class Loader:
         add(news.facts, beat)
 
     async def _load_layout(self, news: News, digest: str) -> None:
-        layout = await self._decode(news, Layout, layout_key(digest))
-        if layout is not None:
-            news.layouts[digest] = layout
-            self._layouts.add(digest)
-            self._wanted.discard(digest)
+        key = layout_key(digest)
+        try:
+            layout = Layout.from_json(await self._store.get(key), digest)
+        except (ObjectNotFound, msgspec.DecodeError) as error:
+            news.troubles[key] = f"{key} cannot be read: {error}"
+            return
+        news.layouts[digest] = layout
+        self._layouts.add(digest)
+        self._wanted.discard(digest)
 
     async def _load_collections(self, news: News) -> None:
         """Those of the lowest rank that has any: ranks of a job share their configuration."""

@@ -204,15 +204,19 @@ class Tensor:
 
     def _over_steps(self, mode: ModeKeys, worker: Worker, incomplete: bool) -> dict[int, Found]:
         catalogue = self.trial.catalogue
-        if worker is None:
+        rank = None if worker is None else self.trial.rank_of(worker)
+        if rank is None:
             steps = self._steps(catalogue, mode, incomplete)
             self.trial.prepare(catalogue, steps.values())
             every = {n: catalogue.first_holder(facts, self.name) for n, facts in steps.items()}
         else:
-            rank = self.trial.rank_of(worker)
             steps = self._steps(catalogue, mode, incomplete=True)
             self.trial.prepare(catalogue, steps.values())
             every = {n: catalogue.find(facts, self.name, rank) for n, facts in steps.items()}
+        for number, facts in catalogue.of_mode(mode).items():
+            asked = rank is not None or incomplete or facts.complete
+            if asked and every.get(number) is None:
+                self.trial.check_read(catalogue, facts, rank)
         return {number: one for number, one in every.items() if one is not None}
 
     def locate(self, step_num: int, mode: ModeKeys = GLOBAL, worker: Worker = None) -> Found:
@@ -230,6 +234,7 @@ class Tensor:
             coming = catalogue.may_still_write(facts, rank)
         if found is not None:
             return found
+        self.trial.check_read(catalogue, facts, rank)
         if coming:
             raise StepNotYetAvailable(step_num, mode)
         raise self._absent(catalogue, facts, step_num, mode, rank)
@@ -252,6 +257,8 @@ class Tensor:
         def query(catalogue: Catalogue) -> list[Found]:
             facts = catalogue.require(step_num, mode)
             found = list(catalogue.holders(facts, self.name))
+            if not (found and partial):
+                self.trial.check_read(catalogue, facts)
             if found and (partial or facts.complete):
                 return found
             if not catalogue.settled(facts):

@@ -117,6 +117,8 @@ class Trial(Follower):
 
     def tensor(self, tname: str) -> Tensor:
         if not self.has_tensor(tname):
+            for facts in self.catalogue.steps.values():
+                self.check_read(self.catalogue, facts)
             raise TensorUnavailable(tname, get_close_matches(tname, self.catalogue.names, n=3))
         return Tensor(tname, self)
 
@@ -205,6 +207,8 @@ class Trial(Follower):
             name: [] for name in (sorted(catalogue.names) if names is None else names)
         }
         for number, facts in chosen.items():
+            for rank in (None,) if ranks is None else ranks:
+                self.check_read(catalogue, facts, rank)
             for found in catalogue.all_holders(facts, by_name):
                 if ranks is None or found.rank in ranks:
                     by_name[found.tensor.name].append(Selected(number, facts.attempt, found))

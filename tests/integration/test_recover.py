@@ -96,7 +96,7 @@ def test_both_killed_then_recovered(job: Job, tmp_path: Path, seed: int) -> None
 
 def test_what_was_sent_is_said(job: Job, tmp_path: Path) -> None:
     spool = leave_behind(job)
-    assert pending_bytes(spool) == 3 * 4 * job.elements
+    assert pending_bytes(spool) == 3 * (4 * job.elements + 16)
     done = recover(spool.path, quiet)
     assert (done.worker, done.out_dir, done.state, done.steps) == (
         "worker_0",
@@ -123,6 +123,23 @@ def test_a_living_trainer_is_left_alone(job: Job) -> None:
     with pytest.raises(TrainerAlive, match=str(os.getpid())):
         recover(spool.path, quiet)
     assert spool.path.exists()
+
+
+def test_a_living_process_whose_hook_is_closed_is_not_in_the_way(job: Job, tmp_path: Path) -> None:
+    """The uploader gave up, and the process goes on: a notebook, an evaluation."""
+    spool = make_spool(job)
+    rank = Rank(spool, job)
+    rank.step(0)
+    with pytest.raises(TrainerAlive, match="once the hook is closed"):
+        recover(spool.path, quiet)
+    rank.append(End("", 0.0))
+    rank.close()
+    with spool.lock(), pytest.raises(SpoolBusy):
+        recover(spool.path, quiet)
+    done = recover(spool.path, quiet)
+    assert (done.state, done.steps) == ("ended", 1)
+    assert not spool.path.exists()
+    assert read_store(tmp_path / "out", job.elements).last.state == "ended"
 
 
 def test_a_later_process_of_the_same_number_is_not_the_trainer(job: Job) -> None:
@@ -156,7 +173,7 @@ def test_a_store_that_refuses_keeps_the_spool(job: Job, tmp_path: Path) -> None:
     with pytest.raises(GaveUp):
         recover(spool.path, said.append, give_up_s=0.1)
     assert len(said) == 1
-    assert pending_bytes(spool) == 3 * 4 * job.elements
+    assert pending_bytes(spool) == 3 * (4 * job.elements + 16)
     (tmp_path / "out").unlink()
     assert recover(spool.path, quiet).steps == 3
 
@@ -190,6 +207,17 @@ def test_command_without_spools_looks_for_them(job: Job, tmp_path: Path) -> None
     assert f"left alone: {living.path}" in done.stdout
     assert not dead.path.exists()
     assert living.path.exists()
+
+
+def test_command_takes_a_spool_dir(job: Job, tmp_path: Path) -> None:
+    """Of a hook that was given one: nobody would look there."""
+    spool, elsewhere = leave_behind(job), str(tmp_path / "elsewhere")
+    done = run_command(job.root, root=elsewhere)
+    assert done.returncode == 0, done.stdout
+    assert "3 steps" in done.stdout
+    assert not spool.path.exists()
+    done = run_command(str(tmp_path), root=elsewhere)
+    assert (done.returncode, "not a spool" in done.stdout) == (1, True)
 
 
 def test_command_fails_when_something_stays(job: Job, tmp_path: Path) -> None:

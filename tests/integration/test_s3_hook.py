@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import socket
+import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -179,6 +183,7 @@ def test_a_store_that_refuses_is_told_once_and_waited_for(
     hook.register_module(model)
     train(model, 3)
     until(lambda: _usage(hook).stored_steps >= 2, "the first steps")
+    assert 0 < _usage(hook).stored_bytes <= _usage(hook).captured_bytes, "counted alike"
     proxy.inject(Answer(403, "AccessDenied"), method="PUT")
     train(model, 5)
     until(lambda: hook._outlet.capture._ledger.trouble, "the uploader's trouble")  # type: ignore[union-attr]
@@ -202,6 +207,45 @@ def test_a_store_that_refuses_is_told_once_and_waited_for(
     assert_no_secret(said, message)
     with smd.create_trial(url) as trial:
         assert trial.steps() == list(range(8))
+
+
+def test_the_advice_to_recover_can_be_followed_beside_the_living_process(
+    bucket: str, proxy: FaultProxy, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    hook = smd.Hook(
+        proxy.url(bucket),
+        save_config=EVERY_STEP,
+        include_collections=["weights"],
+        buffer_bytes=64 << 20,
+        linger_s=0.05,
+        drain_deadline_s=0.5,
+        spool_dir=str(tmp_path),
+    )
+    model = Net()
+    hook.register_module(model)
+    train(model, 3)
+    proxy.inject(Answer(403, "AccessDenied"), method="PUT")
+    train(model, 5)
+    hook.close(timeout=0.1)
+    said = ""
+
+    def gave_up() -> bool:
+        nonlocal said
+        said += capfd.readouterr().err
+        return "gave up" in said
+
+    until(gave_up, "the uploader to give up")
+    found = re.search(r"send it later with: (smdist recover .+)", said)
+    assert found is not None, said
+    words = shlex.split(found[1])[1:]
+    proxy.clear()
+    command = [sys.executable, "-c", "from smdist.cli import main; main()", *words]
+    # The uploader has spoken, and holds the spool for a moment longer.
+    until(lambda: subprocess.run(command, check=False).returncode == 0, "its end")
+    assert list(tmp_path.glob("smdist-*/*/spool.json")) == []
+    with smd.create_trial(proxy.url(bucket)) as trial:
+        assert trial.steps() == list(range(8))
+        assert trial.loaded_all_steps
 
 
 def _usage(hook: smd.Hook) -> Usage:

@@ -380,6 +380,7 @@ def test_a_final_manifest_is_never_followed_by_another(job: Job, tmp_path: Path)
         assert not spool.path.exists()
         # A rank that waits for its last record to be stored reads this.
         assert (ledger.acked, ledger.steps_stored) == (stored.last.upto, 1)
+        assert ledger.bytes_stored == 4 * job.elements + 16
 
 
 def test_another_process_under_the_same_keys_is_not_overwritten(job: Job, tmp_path: Path) -> None:

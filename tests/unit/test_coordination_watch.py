@@ -626,8 +626,10 @@ def test_a_torn_or_missing_object_stops_nobody(bench: Bench) -> None:
     layout = next(key for key in whole if key.startswith(layout_key("")[:8]))
     bench.store.objects[torn] = b'{"session": '
     del bench.store.objects[gone]
-    bench.store.objects[layout] = b""
+    # Still a layout, but not the one that its name says.
+    bench.store.objects[layout] = whole[layout][:-1] + b" }"
     bench.turn()
+    assert any(layout in text for text in bench.watcher.status().troubles)
     assert bench.watcher.latest_complete_step() == 1
     assert any(torn in text for text in bench.watcher.status().troubles)
     bench.turns(200, 1.0, 0, 1)

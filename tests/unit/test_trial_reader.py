@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,6 +20,7 @@ from smdist.trials.catalogue import Catalogue
 from smdist.trials.reader import FEW, Range, Reader, plan_reads
 from smdist.trials.trial import Trial
 from tests.run_builder import RunBuilder, Saved
+from tests.snapshot_writer import SnapshotWriter
 
 TRAIN = ModeKeys.TRAIN
 
@@ -172,6 +173,52 @@ def test_damaged_bytes_are_never_returned(at: int | None, what: str) -> None:
     with pytest.raises(CorruptObject, match=what) as caught:
         open_trial(store).tensor("x").value(0)
     assert caught.value.key == key
+
+
+@pytest.mark.parametrize("damage", ["name", "shape", "torn", "gone"])
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_layout_that_is_not_what_it_was_is_told_where_values_are_asked(
+    damage: str, merged: bool
+) -> None:
+    store = CountingStore()
+    rank = RunBuilder(store).rank(0)
+    rank.step(TRAIN, 0, {"x": np.ones((2, 8)), "y": np.ones(1)})
+    rank.step(TRAIN, 1, {"z": np.ones(1)}).end()
+    (key,) = [k for k in sync.run(store.list("layouts/")) if b'"x"' in sync.run(store.get(k))]
+    data = sync.run(store.get(key))
+    if merged:  # and what the coordinator copied is no better
+        SnapshotWriter(store).write(final=True)
+    for place in [key, *sync.run(store.list("merged/heads/"))]:
+        text = sync.run(store.get(place))
+        if damage == "gone":
+            sync.run(store.delete(place))
+            continue
+        wrong = {
+            "name": text.replace(b'"x"', b'"w"'),
+            "shape": text.replace(b"[2,8]", b"[4,4]"),
+            "torn": text[:-10],
+        }[damage]
+        assert wrong != text
+        sync.run(store.put(place, [wrong]))
+    trial = open_trial(store)
+    assert trial.steps() == [0, 1]
+    assert any(key in text for text in trial.troubles()[""])
+    questions: list[Callable[[], object]] = [
+        lambda: trial.tensor("x"),
+        lambda: trial.tensor("z").value(0),
+        lambda: trial.tensor("z").value(0, worker=0),
+        lambda: trial.tensor("z").values(),
+        lambda: trial.tensor("z").stack(0),
+        lambda: trial.to_dataframe(),
+    ]
+    for ask in questions:
+        with pytest.raises(CorruptObject, match="not known what step 0 holds") as caught:
+            ask()
+        assert caught.value.key == key
+    assert trial.tensor("z").value(1) == 1
+    sync.run(store.put(key, [data]))
+    trial.refresh()
+    assert trial.tensor("x").value(0).shape == (2, 8)
 
 
 def test_an_unreadable_manifest_is_passed_over_and_reported() -> None:

@@ -103,6 +103,6 @@ class CoordinatorClient:
             raise CoordinationError(f"Ray gave no answer to {method}: {error}") from error
 
 
-def _end(text: str, lines: int = 8) -> str:
+def _end(text: str, lines: int = 4) -> str:
     """What matters of a long log is at its end."""
     return "\n".join(text.strip().splitlines()[-lines:])

@@ -87,7 +87,8 @@ def test_it_finds_the_rank_the_tensor_and_the_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_interrupted_it_takes_everything_with_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_it_takes_everything_with_it(how: signal.Signals, tmp_path: Path) -> None:
     arguments = ("--ranks", "2", "--steps", "2000")
     with demo(tmp_path, *arguments) as one:
         deadline = time.monotonic() + 120
@@ -98,13 +99,17 @@ def test_interrupted_it_takes_everything_with_it(tmp_path: Path) -> None:
             assert time.monotonic() < deadline
             assert one.popen.poll() is None
             time.sleep(0.1)
-        one.popen.send_signal(signal.SIGINT)
+        before = set(Path("/tmp").glob("smdemo-*"))
+        one.popen.send_signal(how)
         said = one.finish()
         assert one.popen.returncode == 130, said
         assert one.processes() == [], "something runs on"
+        assert before - set(Path("/tmp").glob("smdemo-*")), "the folder of its Ray stays"
     with create_trial(tmp_path / RUN) as trial:
         assert trial.steps(show_incomplete_steps=True)
         assert trial.loaded_all_steps, "every rank's end is told"
+    if how is signal.SIGTERM:
+        return
     # What it left is a demo's, so the next one may remove it.
     with demo(tmp_path, "--ranks", "2", "--steps", "10") as again:
         said = again.finish()

@@ -187,6 +187,39 @@ def test_a_process_that_is_a_driver_already(ray_cluster: Cluster, tmp_path: Path
     assert done.stdout.splitlines() == ["complete", "True CoordinatorClient"], done.stderr
 
 
+def test_an_environment_that_cannot_be_made_is_told_and_signals_stay_the_callers(
+    ray_cluster: Cluster, tmp_path: Path
+) -> None:
+    code = (
+        "import msgspec, signal, sys\n"
+        "from smdist.coordination.client import CoordinatorClient\n"
+        "from smdist.coordination.coordinator import Coordinator, Settings\n"
+        "from smdist.coordination.launcher import attach\n"
+        "from smdist.errors import CoordinationError\n"
+        "signal.signal(signal.SIGTERM, signal.default_int_handler)\n"
+        "with attach(sys.argv[1]) as attached:\n"
+        "    print(signal.getsignal(signal.SIGTERM) is signal.default_int_handler)\n"
+        "    options = {'num_cpus': 0, 'runtime_env': {'conda': 'nowhere'}}\n"
+        "    made = attached.ray.remote(Coordinator).options(**options)\n"
+        "    client = CoordinatorClient(attached.ray, made.remote(msgspec.json.encode(Settings('x'))))\n"
+        "    try:\n"
+        "        client.whereabouts(timeout_s=100.0)\n"
+        "    except CoordinationError as error:\n"
+        "        print(str(error).startswith('Ray could not give the coordinator what it needs'))\n"
+        "    print(client.stop(timeout_s=20.0))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, ray_cluster.address],
+        env=environment(PYTHONWARNINGS="ignore"),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.stdout.splitlines() == ["True", "True", "False"], done.stdout + done.stderr
+
+
 def test_many_runs_below_one_place(driver: Driver, tmp_path: Path) -> None:
     place = tmp_path / "jobs"
     job(place / "first", steps=2)

@@ -6,7 +6,7 @@ import re
 from enum import Enum
 from typing import NamedTuple
 
-__all__ = ["ModeKeys", "StepRef", "modes", "worker_name", "worker_rank"]
+__all__ = ["ModeKeys", "StepRef", "encodable", "modes", "worker_name", "worker_rank"]
 
 
 class ModeKeys(Enum):
@@ -27,6 +27,11 @@ class StepRef(NamedTuple):
     mode: ModeKeys
     mode_step: int
     step: int
+
+
+def encodable(text: str) -> str:
+    """Half a surrogate pair, which no file and no terminal takes, is shown as an escape."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 _WORKER = re.compile(r"worker_(\d+)")

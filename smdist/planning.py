@@ -24,7 +24,7 @@ import msgspec
 from smdist.collection import SCALAR_COLLECTIONS, Collection, CollectionKeys, compile_regex
 from smdist.config import CollectionManager, HookConfig
 from smdist.errors import InvalidCollectionConfiguration
-from smdist.identity import ModeKeys
+from smdist.identity import ModeKeys, encodable
 from smdist.schedule import NEVER, Schedule
 
 __all__ = ["NEVER", "Planner", "StepPlan", "TensorPlan"]
@@ -319,9 +319,11 @@ class Planner:
         """The collections as they are now, with the field names of what a run keeps of them."""
         return tuple(
             {
-                "name": name,
-                "include_regex": (*collection.include_regex, *collection.bound_regex),
-                "tensor_names": tuple(sorted(collection.tensor_names)),
+                "name": encodable(name),
+                "include_regex": tuple(
+                    map(encodable, (*collection.include_regex, *collection.bound_regex))
+                ),
+                "tensor_names": tuple(sorted(map(encodable, collection.tensor_names))),
                 "save_config": collection.save_config.to_dict() if collection.save_config else {},
                 "reduction_config": (
                     collection.reduction_config.to_dict() if collection.reduction_config else {}

@@ -3,6 +3,9 @@
 Called by `Capture` under its lock. A range taken is pinned with the ordinal of the journal record
 that names it, and free again once the uploader has acknowledged that ordinal.
 
+The journal's bytes that are not acknowledged count too: small values travel in it. A margin beyond
+the limit is for its records alone, so that what was dropped can be said when the buffer is full.
+
 Parts that come one by one, and whose record follows at once, are cut from a *strip*, one after the
 other: it is taken, pinned and freed as one range.
 """
@@ -14,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from smdist.errors import SpoolUnavailable
 from smdist.workers.arena import Arena, arena_name, rounded
 from smdist.workers.spool import Spool, no_room
 
@@ -21,6 +25,7 @@ __all__ = ["Buffer", "Spot", "Strip"]
 
 STRIP_BYTES = 8 << 20
 _STRIP_SHARE = 16  # that part of the buffer at most
+_MARGIN_SHARE, _LEAST_MARGIN = 8, 64 << 10
 
 
 class Spot(NamedTuple):
@@ -48,10 +53,14 @@ class Buffer:
         self.limit_bytes = limit_bytes
         self._spool, self._say = spool, say
         self._arenas = [Arena(spool.path / arena_name(0), limit_bytes)]
+        self._refused = False  # even the disk
         self._full = [False]  # the file system under that arena has no room left
         # Plain tuples of numbers: the garbage collector does not follow those. Objects that pile up
         # here by the thousand would make it go through all of the training script's, again and again.
         self._pinned: deque[tuple[int, int, int, int]] = deque()
+        self._marks: deque[tuple[int, int]] = deque()  # a record, and the journal's bytes before it
+        self._stored = self._granted = 0  # bytes of the journal: acknowledged; allowed
+        self.margin_bytes = max(limit_bytes // _MARGIN_SHARE, _LEAST_MARGIN)
         self.strip = Strip()
         self._strip_bytes = rounded(min(STRIP_BYTES, limit_bytes // _STRIP_SHARE))
 
@@ -65,6 +74,8 @@ class Buffer:
 
     def take(self, nbytes: int) -> Spot | None:
         """A place for `nbytes`, None when the limit or the file systems leave none."""
+        if self._over(nbytes):
+            return None
         for index, arena in enumerate(self._arenas):
             try:
                 offset = arena.take(nbytes)
@@ -86,7 +97,7 @@ class Buffer:
         """
         self.retire(ordinal)
         most = max(rounded(nbytes), self._strip_bytes)
-        offset, size = self._arenas[0].take_some(nbytes, most)
+        offset, size = (-1, 0) if self._over(most) else self._arenas[0].take_some(nbytes, most)
         spot = Spot(0, offset, size, 0) if offset >= 0 else self.take(rounded(nbytes))
         if spot is None:
             return False
@@ -95,6 +106,27 @@ class Buffer:
         strip.start = strip.at = spot.offset
         strip.end = spot.end
         return True
+
+    def _over(self, nbytes: int) -> bool:
+        waiting = self.used_bytes + self._granted - self._stored
+        return waiting + nbytes > self.limit_bytes + self.margin_bytes // 2
+
+    def grant(self, need: int, written: int, ordinal: int, *, values: bool) -> int:
+        """How many bytes the journal may grow by, at least `need`; 0: the limit leaves no room.
+
+        It has `written` bytes, before record `ordinal`. If it is for `values`, half of the margin is
+        left to records that hold none.
+        """
+        if not self._marks or self._marks[-1][1] < written:
+            self._marks.append((ordinal, written))
+        reserve = self.margin_bytes // 2
+        room = self.limit_bytes + reserve - self.used_bytes - (written - self._stored)
+        if room >= need:
+            granted = min(max(reserve // 2, need), room)
+        else:
+            granted = need if not values and room + reserve >= need else 0
+        self._granted = written + granted
+        return granted
 
     def retire(self, ordinal: int) -> None:
         """Pin what was cut from the strip with the last record so far, give back the rest."""
@@ -120,6 +152,9 @@ class Buffer:
         while pinned and pinned[0][0] < acked:
             _, arena, offset, nbytes = pinned.popleft()
             self._arenas[arena].give(offset, nbytes)
+        marks = self._marks
+        while marks and marks[0][0] <= acked:
+            self._stored = marks.popleft()[1]
 
     def warm(self, nbytes: int) -> None:
         """Have `nbytes` more ready; called off the training thread."""
@@ -143,9 +178,16 @@ class Buffer:
         capacity = max(self.limit_bytes - self._arenas[0].reserved, 0)
         if capacity < nbytes:
             return False
-        folder: Path = self._spool.make_overflow()
+        try:
+            folder: Path = self._spool.make_overflow()
+            arena = Arena(folder / arena_name(1), capacity)
+        except (OSError, SpoolUnavailable) as error:
+            if not self._refused:
+                self._refused = True
+                self._say(f"no room for the rest of the capture buffer on disk either: {error}")
+            return False
         self._say(f"the rest of the capture buffer goes to disk: {folder}; capture will be slower")
-        self._arenas.append(Arena(folder / arena_name(1), capacity))
+        self._arenas.append(arena)
         self._full.append(False)
         return True
 

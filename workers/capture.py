@@ -11,7 +11,8 @@ Called by a hook, in the training process, in this order:
 
 Any thread may call `save`; a lock keeps the journal in order. `save` copies on the calling thread and
 does no other work: no file is created, nothing is compressed, nobody is waited for, unless the buffer
-is full and `on_full` says "block".
+is full and `on_full` says "block". None of these raises for want of room: what finds none is dropped, and
+that it was dropped is said in the journal, as soon as that has room itself.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 import msgspec
 
 from smdist import kernel
-from smdist.identity import StepRef
+from smdist.errors import SpoolUnavailable
+from smdist.identity import StepRef, encodable
 from smdist.record import Close, Describe, Drop, End, Flush, Inline, Part, Record, Trouble
 from smdist.statistics import measure_into
 from smdist.workers.arena import ALIGNMENT
@@ -35,15 +37,22 @@ from smdist.workers.journal import JournalFileFull, JournalWriter
 from smdist.workers.ledger import Ledger
 from smdist.workers.part import INLINE_BYTES, PartPlan
 from smdist.workers.spool import Doorbell, Spool
+from smdist.workers.unwritten import Unwritten
 from smdist.workers.warmer import Warmer
 
 __all__ = ["Capture", "CaptureLimits", "Usage"]
 
 T = TypeVar("T")
+R = TypeVar("R")
+Stamp = tuple[int, int, int, float]
 
 _STEPS_AHEAD = 3  # warm room for so many steps of the size last seen
 _MOST_TROUBLES = 100
 _PATIENCE_S = 2.0  # a longer wait for room is told to the user
+_AGAIN_S = 0.5  # between two tries to make a journal file where there was no room
+_LAST_CHANCE_S = 10.0  # at the end, for room to appear, once nothing else is waited for
+_MOST_UNWRITTEN = 1 << 20
+_MOST_REASONS = 5  # to drop, told to the user
 
 
 class CaptureLimits(msgspec.Struct, frozen=True):
@@ -68,6 +77,10 @@ class Usage(NamedTuple):
     pending_records: int
 
 
+class _BufferFullError(Exception):
+    """The limit leaves no room in the journal."""
+
+
 class Capture(Generic[T]):
     def __init__(
         self, spool: Spool, host: Host[T], limits: CaptureLimits, say: Callable[[str], None]
@@ -78,6 +91,13 @@ class Capture(Generic[T]):
         self._ledger = Ledger(spool.path / "ledger")
         self._doorbell = Doorbell(spool)
         self._buffer = Buffer(spool, limits.buffer_bytes, say)
+        self._unwritten = Unwritten(
+            min(self._buffer.margin_bytes // 2, _MOST_UNWRITTEN), self._journal.size_of
+        )
+        self._obstacle = ""  # what keeps these from being written; empty: there are none
+        self._refusal: type[Exception] = _BufferFullError  # of what kind it is
+        self._tried = (-1, 0.0)  # how far the store was when they were last tried, and until when
+        self._make_journal_room(())
         self._warmer = Warmer(self._buffer)
         self._deferred = Deferred(lambda error: self.trouble(f"device copy failed: {error}"))
         self._lock = threading.RLock()
@@ -91,6 +111,7 @@ class Capture(Generic[T]):
         self._captured_bytes = self._captured_steps = 0
         self._dropped_tensors = self._dropped_bytes = 0
         self._blocked_s = 0.0
+        self._reasons: set[str] = set()  # to drop, that were told
         self._stalled_at = -1  # how far the store had come when a wait for room ran out
         self._troubles: dict[str, int] = {}
         self._ended = False
@@ -147,6 +168,7 @@ class Capture(Generic[T]):
 
     def trouble(self, message: str) -> None:
         """Note an error of ours; each text is journalled once, however often it comes."""
+        message = encodable(message)
         with self._lock:
             seen = self._troubles.get(message, 0)
             if seen == 0 and len(self._troubles) >= _MOST_TROUBLES:
@@ -164,7 +186,7 @@ class Capture(Generic[T]):
                 return
             if not reason:
                 self.close_step()
-            self._commit(End(reason, time.time()))
+            self._commit(End(encodable(reason), time.time()))
             self._ended = True
         self._doorbell.ring()
 
@@ -180,11 +202,17 @@ class Capture(Generic[T]):
     ) -> bool:
         """Wait for the uploader; `progress` gets the usage and its trouble a few times a second."""
         deadline = time.monotonic() + timeout_s
+        last_chance = time.monotonic() + _LAST_CHANCE_S
         if not self._deferred.join(timeout_s):
             return False
-        while self._ledger.acked < self._journal.next_ordinal:
-            if time.monotonic() > deadline:
+        while (behind := self._ledger.acked < self._journal.next_ordinal) or self._unwritten:
+            now = time.monotonic()
+            if behind:
+                last_chance = now + _LAST_CHANCE_S
+            if now > (deadline if behind else min(deadline, last_chance)):
                 return False
+            with self._lock:
+                self._write_kept()
             self._doorbell.ring()
             progress(self.usage(), self._ledger.trouble)
             time.sleep(0.02)
@@ -203,8 +231,13 @@ class Capture(Generic[T]):
             dropped_bytes=self._dropped_bytes,
             blocked_s=self._blocked_s,
             troubles=sum(self._troubles.values()),
-            pending_records=self._journal.next_ordinal - ledger.acked,
+            pending_records=self._journal.next_ordinal - ledger.acked + len(self._unwritten),
         )
+
+    @property
+    def unwritten(self) -> str:
+        """Why the journal lacks its last records, empty if it has them all."""
+        return self._obstacle if self._unwritten else ""
 
     @property
     def uploader(self) -> int:
@@ -226,8 +259,15 @@ class Capture(Generic[T]):
         target = memoryview(self._scratch)[: plan.nbytes]
         for wait in self._copy(plan, tensors, self._scratch_address, target):
             wait()
-        data = bytes(target)
-        self._append_of(plan, lambda kind: Inline(*self._stamp(ref), kind, data))
+        data, stamp = bytes(target), self._stamp(ref)
+
+        def record_of(kind: int) -> Record:
+            return Inline(*stamp, kind, data)
+
+        outcome = self._append_or_wait(plan, stamp, record_of, values=True)
+        if isinstance(outcome, str):
+            self._commit(self._dropped(stamp, plan, outcome))
+            return False
         self._captured_bytes += plan.nbytes
         return True
 
@@ -258,31 +298,51 @@ class Capture(Generic[T]):
         return True
 
     def _save_in_arena(self, ref: StepRef, plan: PartPlan, tensors: Sequence[T]) -> bool:
-        spot = self._buffer.take(plan.nbytes) or self._wait_for_room(ref, plan.nbytes)
+        def take() -> Spot | None:
+            return self._buffer.take(plan.nbytes)
+
+        stamp = self._stamp(ref)
+        spot: Spot | str | None = take()
+        if spot is None:
+            spot = self._wait_for_room(ref.step, plan.nbytes, take)
         if isinstance(spot, str):
-            self._drop(ref, plan, reason=spot)
+            self._commit(self._dropped(stamp, plan, spot))
             return False
+        return self._save_at(spot, stamp, plan, tensors)
+
+    def _save_at(self, spot: Spot, stamp: Stamp, plan: PartPlan, tensors: Sequence[T]) -> bool:
         try:
             waits = self._copy(plan, tensors, spot.address, self._buffer.view(spot))
         except BaseException:
             self._buffer.give_back(spot)
             raise
-        stamp = self._stamp(ref)
-
-        if waits or self._deferred.pending:
-            self._deferred.submit(waits, lambda: self._commit_part(plan, stamp, spot))
-        else:
-            self._commit_part(plan, stamp, spot)
-        self._captured_bytes += plan.nbytes
         self._step_bytes += plan.nbytes
+        if not waits and not self._deferred.pending:
+            return self._commit_part(plan, stamp, spot)
+
+        def commit() -> None:
+            self._commit_part(plan, stamp, spot)
+
+        self._deferred.submit(waits, commit)
         return True
 
-    def _commit_part(self, plan: PartPlan, stamp: tuple[int, int, int, float], spot: Spot) -> None:
+    def _commit_part(self, plan: PartPlan, stamp: Stamp, spot: Spot) -> bool:
+        def record_of(kind: int) -> Record:
+            return Part(*stamp, kind, spot.arena, spot.offset)
+
         with self._lock:
-            ordinal = self._append_of(
-                plan, lambda kind: Part(*stamp, kind, spot.arena, spot.offset)
-            )
-            self._buffer.pin(spot, ordinal)
+            try:
+                outcome = self._append_or_wait(plan, stamp, record_of)
+            except BaseException:
+                self._buffer.give_back(spot)
+                raise
+            if isinstance(outcome, str):
+                self._buffer.give_back(spot)
+                self._append(self._dropped(stamp, plan, outcome))
+                return False
+            self._buffer.pin(spot, outcome)
+            self._captured_bytes += plan.nbytes
+            return True
 
     def _copy(
         self, plan: PartPlan, tensors: Sequence[T], base: int, target: memoryview
@@ -342,11 +402,12 @@ class Capture(Generic[T]):
 
     # -- room ---------------------------------------------------------------------------------
 
-    def _wait_for_room(self, ref: StepRef, nbytes: int) -> Spot | str:
-        """The buffer is full: do what `on_full` says. A text is the reason to drop."""
+    def _wait_for_room(self, step: int, nbytes: int, take: Callable[[], R | None]) -> R | str:
+        """The buffer is full: do what `on_full` says, until `take` succeeds. A text is the reason to
+        drop."""
         self._buffer.retire(self._journal.next_ordinal - 1)
         self._buffer.reclaim(self._ledger.acked)
-        spot = self._buffer.take(nbytes)
+        spot = take()
         if spot is not None:
             return spot
         limit = self._buffer.limit_bytes
@@ -357,15 +418,17 @@ class Capture(Generic[T]):
         # One such wait is enough: a job must not stand still once more for every tensor.
         if self._ledger.acked != self._stalled_at:
             began = time.monotonic()
-            spot = self._block(ref, nbytes, began)
+            spot = self._block(step, take, began)
             self._blocked_s += time.monotonic() - began
-            self._stalled_at = -1 if spot else self._ledger.acked
-        if spot is None and not self._attended():
+            self._stalled_at = self._ledger.acked if spot is None else -1
+        if spot is not None:
+            return spot
+        if not self._attended():
             return "the buffer was full and no uploader is left to empty it"
         wait = f"{self._limits.block_timeout_s:.0f} s"
-        return spot or f"no room for {wait}; {self._ledger.trouble or 'slow uploader'}"
+        return f"no room for {wait}; {self._ledger.trouble or 'slow uploader'}"
 
-    def _block(self, ref: StepRef, nbytes: int, began: float) -> Spot | None:
+    def _block(self, step: int, take: Callable[[], R | None], began: float) -> R | None:
         told = False
         self._commit(Flush())
         while (waited := time.monotonic() - began) < self._limits.block_timeout_s:
@@ -374,30 +437,31 @@ class Capture(Generic[T]):
             self._doorbell.ring()
             self._room.wait(min(0.0005 + waited / 20, 0.02))  # lets other threads commit meanwhile
             self._buffer.reclaim(self._ledger.acked)
-            spot = self._buffer.take(nbytes)
+            spot = take()
             if spot is not None:
                 return spot
             if waited > _PATIENCE_S and not told:
                 told = True
                 self._say(
-                    f"step {ref.step}: training waits for room in the capture buffer "
+                    f"step {step}: training waits for room in the capture buffer "
                     f"({self._buffer.limit_bytes} bytes); "
                     f"{self._ledger.trouble or 'the uploader is slower than capture'}; "
                     "raise buffer_bytes, save less often, or pass on_full='drop'"
                 )
         return None
 
-    def _drop(self, ref: StepRef, plan: PartPlan, reason: str) -> None:
-        if not self._dropped_tensors:
-            self._say(f"step {ref.step}: {len(plan.names)} tensors not captured: {reason}")
+    def _dropped(self, stamp: Stamp, plan: PartPlan, reason: str) -> Drop:
+        if reason not in self._reasons and len(self._reasons) < _MOST_REASONS:
+            self._reasons.add(reason)
+            self._say(f"step {stamp[2]}: {len(plan.names)} tensors not captured: {reason}")
         self._dropped_tensors += len(plan.names)
         self._dropped_bytes += plan.nbytes
-        self._commit(Drop(*self._stamp(ref), plan.names, plan.nbytes, reason))
+        return Drop(*stamp, plan.names, plan.nbytes, reason)
 
     # -- journal ------------------------------------------------------------------------------
 
     @staticmethod
-    def _stamp(ref: StepRef) -> tuple[int, int, int, float]:
+    def _stamp(ref: StepRef) -> Stamp:
         return (ref.mode.value, ref.mode_step, ref.step, time.time())
 
     def _commit(self, record: Record) -> None:
@@ -411,22 +475,102 @@ class Capture(Generic[T]):
         with self._lock:
             self._append(record)
 
-    def _append(self, record: Record) -> int:
+    def _append(self, record: Record) -> None:
+        """Append a record that is kept until there is room, should there be none."""
         try:
-            return self._journal.append(record)
-        except JournalFileFull:
-            self._kinds.clear()
-            self._journal.make_room((record,))
-            return self._journal.append(record)
+            if not self._obstacle or self._write_kept():
+                self._append_alone(record)
+                return
+        except (_BufferFullError, SpoolUnavailable) as error:
+            self._obstacle, self._refusal = str(error), type(error)
+        self._unwritten.keep(record)
+        self._kinds.clear()  # nothing overtakes it
 
-    def _append_of(self, plan: PartPlan, record_of: Callable[[int], Record]) -> int:
-        """Append a record of a part, declaring its kind first if this file does not know it."""
+    def _append_alone(self, record: Record) -> None:
+        try:
+            self._journal.append(record)
+        except JournalFileFull:
+            self._make_journal_room((record,))
+            self._journal.append(record)
+
+    def _append_of(
+        self, plan: PartPlan, record_of: Callable[[int], Record], *, values: bool = False
+    ) -> int:
+        """Append a record of a part, declaring its kind first if this file does not know it.
+
+        Where there is no room for it, _BufferFullError and SpoolUnavailable say why.
+        """
+        if self._obstacle and not self._write_kept():
+            raise self._refusal(self._obstacle)
         try:
             return self._append_declared(plan, record_of)
         except JournalFileFull:
-            self._kinds.clear()
-            self._journal.make_room((plan.declaration(0), record_of(0)))
+            self._make_journal_room((plan.declaration(0), record_of(0)), values=values)
             return self._append_declared(plan, record_of)
+
+    def _append_or_wait(
+        self,
+        plan: PartPlan,
+        stamp: Stamp,
+        record_of: Callable[[int], Record],
+        *,
+        values: bool = False,
+    ) -> int | str:
+        """The ordinal of a part's record, or the reason to drop the part."""
+        try:
+            return self._append_of(plan, record_of, values=values)
+        except SpoolUnavailable as error:
+            return str(error)
+        except _BufferFullError:
+            pass
+
+        def append() -> int | None:
+            try:
+                return self._append_of(plan, record_of, values=values)
+            except _BufferFullError:
+                return None
+
+        try:
+            return self._wait_for_room(stamp[2], plan.nbytes, append)
+        except SpoolUnavailable as error:
+            return str(error)
+
+    def _make_journal_room(self, records: tuple[Record, ...], *, values: bool = False) -> None:
+        journal, buffer = self._journal, self._buffer
+        need = journal.size_of(records)
+        buffer.reclaim(self._ledger.acked)
+        granted = buffer.grant(need, journal.written, journal.next_ordinal, values=values)
+        if granted < need:
+            raise _BufferFullError(f"the buffer of {buffer.limit_bytes} bytes was full")
+        if not journal.fits(need):
+            try:
+                journal.make_room(records)
+            except OSError as error:
+                raise SpoolUnavailable(f"cannot go on with the journal: {error}") from error
+            self._kinds.clear()
+        journal.allow(granted)
+
+    def _write_kept(self) -> bool:
+        """Whether all records that found no room are written by now."""
+        if not self._unwritten:
+            self._obstacle = ""
+            return True
+        acked, now = self._ledger.acked, time.monotonic()
+        if acked == self._tried[0] and now < self._tried[1]:
+            return False
+        self._tried = (acked, now + _AGAIN_S)
+        records = self._unwritten.records()
+        try:
+            self._make_journal_room(records)
+        except (_BufferFullError, SpoolUnavailable) as error:
+            self._obstacle, self._refusal = str(error), type(error)
+            return False
+        for record in records:
+            self._journal.append(record)
+        self._unwritten.clear()
+        self._obstacle = ""
+        self._doorbell.ring()
+        return True
 
     def _append_declared(self, plan: PartPlan, record_of: Callable[[int], Record]) -> int:
         kind = self._kinds.get(plan)

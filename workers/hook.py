@@ -282,9 +282,16 @@ class BaseHook(HookParts[T]):
             self._mishaps.handle(error, "closing")
         finally:
             self._retire()
-            left = self._outlet.close(reason, self._close_timeout_s if timeout is None else timeout)
+            left = self._let_go(reason, self._close_timeout_s if timeout is None else timeout)
         if left:
             self._mishaps.left(DrainTimeout(left))
+
+    def _let_go(self, reason: str, timeout_s: float) -> str:
+        try:
+            return self._outlet.close(reason, timeout_s)
+        except Exception as error:  # noqa: BLE001 (the policy decides)
+            self._mishaps.handle(error, "closing")
+            return ""
 
     def _retire(self) -> None:
         """Nothing will be saved any more: cost nothing from here on."""

@@ -64,7 +64,8 @@ class JournalWriter:
         self._encode: Callable[[Record], bytes] = msgspec.msgpack.Encoder().encode
         self.generation = -1  # index of the current file
         self._map: mmap.mmap | None = None
-        self._address = self._end = 0  # of the file in memory
+        self._address = self._end = 0  # of the file in memory; how far it may be used
+        self._stop = self._before = 0  # where this file is full; bytes of those before it
         # Address of the next frame, and its ordinal: where the kernel can move them on, too.
         self._cursor = array("Q", [0, 0])
         self._cursor_address = self._cursor.buffer_info()[0]
@@ -78,7 +79,7 @@ class JournalWriter:
     def append(self, record: Record) -> int:
         """Its ordinal. The record is safe from this process's death when this returns.
 
-        Raises JournalFileFull when it has no room.
+        Raises JournalFileFull when it has no room, or may not grow that far.
         """
         payload = self._encode(record)
         need, (at, ordinal) = _padded(len(payload)), self._cursor
@@ -106,11 +107,28 @@ class JournalWriter:
         assert file is not None
         file[at : at + len(data)] = data
 
+    @property
+    def written(self) -> int:
+        """Bytes so far, in all files."""
+        return self._before + self._cursor[0] - self._address
+
+    def size_of(self, records: tuple[Record, ...]) -> int:
+        """Bytes that they take, at most; numbers of kinds may be of any size."""
+        return sum(_padded(len(self._encode(record))) + 8 for record in records)
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether this file has room for so many bytes."""
+        return self._cursor[0] + nbytes <= self._stop
+
+    def allow(self, nbytes: int) -> None:
+        """Let it grow by so many bytes, and then raise JournalFileFull."""
+        self._end = min(self._stop, self._cursor[0] + nbytes)
+
     def make_room(self, records: tuple[Record, ...]) -> None:
         """Go on in a new file that surely has room for `records`; all declarations are void then."""
         if self._map is None:
             raise SpoolUnavailable(f"the journal in {self._spool.path} is closed")
-        self._rotate(sum(_padded(len(self._encode(record))) for record in records))
+        self._rotate(self.size_of(records))
 
     def _rotate(self, need: int) -> None:
         size = max(self._file_bytes, _HEADER.size + need + 2 * _FRAME.size)
@@ -121,15 +139,17 @@ class JournalWriter:
             at = self._cursor[0] - self._address
             self._write(self._map, at, _FRAME.pack(_CONTINUED, 0))
             self._map.close()
+            self._before += at
         self._map, self._address = new, kernel.address_of(new)
         self._cursor[0] = self._address + _HEADER.size
-        self._end = self._address + size - _FRAME.size  # there is always room for the way on
+        self._stop = self._address + size - _FRAME.size  # there is always room for the way on
+        self._end = self._stop
         self.generation += 1
 
     def close(self) -> None:
         if self._map is not None:
             self._map.close()
-            self._map, self._end = None, 0
+            self._map, self._end, self._stop = None, 0, 0
 
 
 def _reserve(spool: Spool, name: str, size: int) -> mmap.mmap:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 
 from smdist.errors import ConfigurationError, DrainTimeout, StoreForbidden
+from smdist.identity import encodable
 
 __all__ = ["Mishaps"]
 
@@ -32,15 +33,15 @@ class Mishaps:
     def note_with(self, note: Callable[[str], None]) -> None:
         """From now on `note` writes into the run; what happened before is handed to it."""
         self._note = note
-        for message in self._unnoted:
+        unnoted, self._unnoted = self._unnoted, []
+        for message in unnoted:
             note(message)
-        self._unnoted.clear()
 
     def handle(self, error: Exception, doing: str) -> None:
         """Called in an `except` clause; returns if training is to go on."""
         if self._raises or isinstance(error, (ConfigurationError, StoreForbidden)):
             raise error
-        message = f"{doing}: {type(error).__name__}: {error}"
+        message = encodable(f"{doing}: {type(error).__name__}: {error}")
         # What goes wrong at every step does so with another number each time. Elsewhere a number
         # may be all that tells two tensors apart.
         kind = _NUMBER.sub("#", message) if _STEP.fullmatch(doing) else message
@@ -54,6 +55,7 @@ class Mishaps:
         self._log.warning("%s", error)
 
     def trouble(self, message: str) -> None:
+        message = encodable(message)
         self._tell(message, message)
 
     def _tell(self, kind: str, message: str, error: BaseException | None = None) -> None:
@@ -64,5 +66,8 @@ class Mishaps:
         self._log.warning("%s (training goes on; said once)", message, exc_info=error)
         if self._note is None:
             self._unnoted.append(message)
-        else:
+            return
+        try:
             self._note(message)
+        except Exception as failed:  # noqa: BLE001 (telling of an error must not be the next one)
+            self._log.warning("that could not be noted in the run: %r", failed)

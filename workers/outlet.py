@@ -313,8 +313,13 @@ class Outlet(Generic[T]):
             return ""
         capture.end(reason)
         drained, trouble = self._drain(capture, supervisor, timeout_s)
-        usage = capture.usage()
+        usage, unwritten = capture.usage(), capture.unwritten
         capture.close()
+        if unwritten:
+            self._say(
+                f"what was dropped at last, and that this rank ended, could not be written: {unwritten}. "
+                "The run will show it as lost"
+            )
         if drained:
             if supervisor is not None:
                 self._see_off(supervisor)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from smdist import kernel
 from smdist.codec import itemsize
+from smdist.identity import encodable
 from smdist.planning import TensorPlan
 from smdist.record import Declare, TensorSpec
 from smdist.statistics import columns_for
@@ -70,7 +71,7 @@ class PartPlan:
 
 
 def plan_part(wanted: Sequence[Wanted]) -> PartPlan:
-    """Pure: equal wishes give an equal plan.
+    """Pure: equal wishes give an equal plan. Names that cannot be written are escaped.
 
     Types without statistics (complex numbers) are kept raw where reductions were asked for.
     """
@@ -86,13 +87,13 @@ def plan_part(wanted: Sequence[Wanted]) -> PartPlan:
             at = offset + wish.nbytes
         tensors.append(
             TensorSpec(
-                wish.name,
+                encodable(wish.name),
                 wish.dtype,
                 tuple(wish.shape),
                 wish.nbytes,
                 offset,
                 row if is_reduced else -1,
-                wish.plan.collections,
+                tuple(map(encodable, wish.plan.collections)),
             )
         )
         row += is_reduced

@@ -26,7 +26,7 @@ __all__ = ["Describe", "Recorder"]
 
 T = TypeVar("T")
 
-# Shapes that change from step to step must not fill the memory.
+# Shapes, or sets of tensors, that change from step to step must not fill the memory.
 _MOST_PARTS, _MOST_GROUPS = 8192, 64
 _CALL_S = 15e-6  # on the way from the framework to `put`, with cold caches
 
@@ -133,6 +133,8 @@ class Recorder(Generic[T]):
         chosen = self._chosen.get((plan, names))
         if chosen is None:
             found = [(i, w) for i, name in enumerate(names) if (w := plan.wants(name)) is not None]
+            if len(self._chosen) >= _MOST_GROUPS:
+                self._chosen.clear()
             chosen = self._chosen[plan, names] = tuple(found)
         if not chosen:
             return None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from smdist.identity import ModeKeys, StepRef
+from smdist.identity import ModeKeys, StepRef, encodable
 from smdist.planning import Planner, TensorPlan
 from smdist.workers.host import Host
 from smdist.workers.outlet import Sink
@@ -61,6 +61,8 @@ class ScriptValues(Generic[T]):
         return bool(self._held)
 
     def save(self, name: str, given: object, collections: Iterable[str], scalar: bool) -> None:
+        name = self._written_as(name)
+        collections = [self._written_as(collection) for collection in collections]
         value = self._reading.value(given)
         shape = self._reading.describe(value)[1]
         if scalar and shape not in ((), (1,)):
@@ -73,6 +75,15 @@ class ScriptValues(Generic[T]):
             mode = self._clock.mode if self._clock.step >= 0 else None
             self._held.setdefault(mode, []).append(held)
         self._clock.due = AT_ONCE  # the next step has to close this one
+
+    def _written_as(self, name: str) -> str:
+        written = encodable(name)
+        if written != name:
+            self._trouble(
+                f"the name {written} holds half of a surrogate pair, which cannot be written: it is "
+                "saved with that escape; decode names from bytes with errors='replace'"
+            )
+        return written
 
     def release(self) -> None:
         """The current mode has a step: what waited for one goes there."""

@@ -18,6 +18,7 @@ import os
 import secrets
 import shlex
 import signal
+import stat
 import sys
 import time
 import traceback
@@ -48,7 +49,7 @@ from smdist.workers.commit import (
 from smdist.workers.intake import Intake
 from smdist.workers.journal import JournalReader
 from smdist.workers.ledger import Ledger
-from smdist.workers.patience import GaveUp, Patience
+from smdist.workers.patience import GaveUp, Patience, readable_bytes
 from smdist.workers.processes import alive, stopped, watching
 from smdist.workers.spool import Doorbell, Spool
 from smdist.workers.summary import Summary
@@ -64,6 +65,7 @@ _DEADLINE_S = (
 )
 _SUMMARY_S = 30.0
 _MERGE_S = 60.0
+_DETACH_S = 1.0  # what takes longer once the training process is gone is done in the background
 _FAREWELL_S = 5.0  # for a heartbeat that is being written at the end
 
 
@@ -75,10 +77,15 @@ class Uploader:
         spool: Spool,
         say: Callable[[str], None],
         progress: Callable[[Batch], None] = lambda _batch: None,
+        detach: Callable[[str], None] = lambda _message: None,
     ) -> None:
-        """`progress` is told of every batch that was committed."""
+        """`progress` is told of every batch that was committed.
+
+        `detach` is called once if the training process is gone and there is still work to do, with
+        what to say of that; whoever waits for the end of the job's output waits for us until then.
+        """
         self._spool, self._info, self._options = spool, spool.info, spool.info.upload
-        self._say, self._progress = say, progress
+        self._say, self._progress, self._detach = say, progress, detach
         self.hurries = 0
         self._begin()
 
@@ -126,7 +133,11 @@ class Uploader:
                 store, ending = await self._work(stack, afterwards, trainer_gone)
             self._spool.remove()
             if not self.hurries:
-                await self._merge(store)
+                letting_go = asyncio.ensure_future(self._let_go())
+                try:
+                    await self._merge(store)
+                finally:
+                    letting_go.cancel()
             return ending
 
     async def _work(
@@ -356,6 +367,21 @@ class Uploader:
         await self._gone.wait()
         self._patience.give_up_after(self._options.drain_deadline_s)
         self._wake.set()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), _DETACH_S)
+        if not self._stopping.is_set():
+            waiting = readable_bytes(self._pending_bytes())
+            self._detach(
+                f"the process that trained is gone; {waiting} are not in {self._info.out_dir} yet and "
+                f"are sent in the background, from {self._spool.path}. Should that end before all is "
+                f"stored: smdist recover {shlex.quote(str(self._spool.path))}"
+            )
+
+    async def _let_go(self) -> None:
+        """Nothing is left but to merge, which nobody waits for."""
+        async with watching(self._info.trainer_pid, self._info.trainer_start) as gone:
+            await gone.wait()
+            self._detach("")
 
     async def _beat(self, store: Store) -> None:
         """Say that the rank lives, unless a manifest has just said so. A stopped one does not."""
@@ -392,7 +418,8 @@ def main(path: str) -> NoReturn:
     except SmdistError as error:
         _say("uploader", str(error))
     except BaseException:  # noqa: BLE001 - the supervisor starts another one; leave it a trace
-        traceback.print_exc()
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
     with contextlib.suppress(OSError):
         sys.stderr.flush()
     os._exit(code)
@@ -406,7 +433,11 @@ def _work(spool: Spool) -> int:
     with contextlib.suppress(OSError):
         os.nice(info.upload.nice)
     with spool.lock():
-        uploader = Uploader(spool, functools.partial(_say, worker))
+        uploader = Uploader(
+            spool,
+            functools.partial(_say, worker),
+            detach=functools.partial(_detach, spool.path / "uploader.log", worker),
+        )
         loop = asyncio.new_event_loop()
         loop.add_signal_handler(signal.SIGTERM, uploader.hurry)
         try:
@@ -424,6 +455,33 @@ def _left_behind(spool: Spool, trouble: str) -> str:
         f"gave up: {trouble}. What is not in {spool.info.out_dir} yet is kept; send it later with: "
         f"smdist recover {shlex.quote(str(spool.path))}"
     )
+
+
+def _detach(log: Path, worker: str, message: str) -> None:
+    """Say it, and let go of pipes that were the job's: `train.py 2>&1 | tee log` ends with the job.
+
+    What is said from here on goes to `log`, as long as there is a spool.
+    """
+    inherited = [number for number in (1, 2) if _is_pipe(number)]
+    if not inherited:
+        return
+    if message:
+        _say(worker, message)
+    try:
+        handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    except OSError:
+        handle = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    for number in inherited:
+        os.dup2(handle, number)
+    os.close(handle)
+
+
+def _is_pipe(number: int) -> bool:
+    try:
+        mode = os.fstat(number).st_mode
+    except OSError:
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
 
 
 def _say(worker: str, message: str) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import smdist.pytorch as smd
-from smdist.coordination.membership import MissingReason
+from smdist.coordination.membership import MissingReason, RankStatus
 from smdist.errors import ConfigurationError, RunExists, StoreForbidden, UnknownKey
 from smdist.identity import modes
 from smdist.trials import create_trial
@@ -539,3 +539,71 @@ def test_a_store_that_is_full_at_the_first_save_is_tried_again(
     hook.close()
     with create_trial(out_dir) as trial:
         assert trial.steps() == [1]
+
+
+# -- a full disk under the journal -----------------------------------------------------------------
+
+# One journal file fits there, a second one does not: the script goes on until it is needed.
+FULL_JOURNAL = """
+import subprocess, sys
+import numpy, torch
+import smdist.pytorch as smd
+out_dir, spools, room = sys.argv[1:]
+hook = smd.Hook(
+    out_dir,
+    save_config=smd.SaveConfig(save_interval=1),
+    include_collections=["weights", "gradients"],
+    spool_dir=spools,
+    buffer_bytes=64 << 20,
+    linger_s=0.05,
+)
+model = torch.nn.Linear(3, 2)
+hook.register_module(model)
+value, step = numpy.ones(60), 0
+while step == 0 or hook.usage().dropped_tensors < 20:
+    model(torch.ones(1, 3)).sum().backward()
+    for _ in range(100):
+        hook.save_tensor("value", value)
+    step += 1
+dropped = hook.usage().dropped_tensors
+if room == "again":
+    subprocess.run(["mount", "-o", "remount,size=64m", spools], check=True)
+    whole = 0
+    while whole < 3:  # it is not tried at every record
+        model(torch.ones(1, 3)).sum().backward()
+        step += 1
+        whole = whole + 1 if hook.usage().dropped_tensors == dropped else 0
+        dropped = hook.usage().dropped_tensors
+print(step, hook.usage().dropped_tensors)
+hook.close()
+"""
+
+
+@pytest.mark.parametrize("room", ["again", "never"])
+def test_a_full_disk_under_the_journal_does_not_touch_training(
+    tmp_path: Path, small_disk: Path, room: str
+) -> None:
+    out_dir = tmp_path / "out"
+    job = subprocess.run(
+        [sys.executable, "-c", FULL_JOURNAL, str(out_dir), str(small_disk), room],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert job.returncode == 0, job.stderr
+    steps, dropped = map(int, job.stdout.split())
+    assert job.stderr.count("free some disk space") == (1 if room == "again" else 2), job.stderr
+    drained(small_disk)
+    with create_trial(out_dir) as trial:
+        listed = sum(len(drop.names) for drop in trial.dropped())
+        last = trial.steps(show_incomplete_steps=True)[-1]
+        if room == "again":
+            assert listed == dropped
+            assert last == steps - 1
+            assert trial.missing(last) == {}
+            assert trial.ranks()[0].status is RankStatus.ENDED
+        else:
+            assert "could not be written" in job.stderr
+            assert trial.ranks()[0].status is RankStatus.LOST

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +16,7 @@ from smdist.coordination.membership import MissingReason, RankStatus
 from smdist.identity import modes
 from smdist.trials import create_trial
 from tests.faults.audit import assert_in_run, audit, unexplained
-from tests.faults.launcher import Launcher, drained, until
+from tests.faults.launcher import REPOSITORY, Launcher, drained, spools, until
 from tests.faults.test_bad_places import fill, trouble_of
 
 TRAIN = modes.TRAIN
@@ -269,3 +272,61 @@ def test_ended_while_it_waits_for_room(
         }
         assert trial.missing(last, TRAIN) in ({0: within[number]}, {})
         assert all(trial.missing(step, TRAIN) == {} for step in range(last))
+
+
+# The store is full from here on, and then somebody kills the job.
+KILLED_BESIDE_A_FULL_STORE = """
+import os, signal, sys
+from pathlib import Path
+import numpy, torch
+import smdist.pytorch as smd
+out_dir = Path(sys.argv[1])
+hook = smd.Hook(
+    out_dir,
+    save_config=smd.SaveConfig(save_interval=1),
+    include_collections=["weights"],
+    spool_dir=sys.argv[2],
+    linger_s=0.05,
+)
+model = torch.nn.Linear(3, 2)
+hook.register_module(model)
+model(torch.ones(1, 3))
+hook.step()
+assert hook.flush(60)
+with (out_dir.parent / "ballast").open("wb", buffering=0) as file:
+    try:
+        while file.write(bytes(4096)):
+            pass
+    except OSError:
+        pass
+for _ in range(3):
+    model(torch.ones(1, 3))
+    hook.save_tensor("large", numpy.ones(20_000))
+    hook.step()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_whoever_reads_the_output_of_a_killed_job_does_not_wait_for_the_upload(
+    tmp_path: Path, small_disk: Path
+) -> None:
+    out_dir, root = small_disk / "out", tmp_path / "spools"
+    job = subprocess.run(
+        [sys.executable, "-c", KILLED_BESIDE_A_FULL_STORE, str(out_dir), str(root)],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,  # pipes: this returns when nobody holds them any more
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert job.returncode == -signal.SIGKILL, job.stderr
+    (spool,) = spools(root)
+    (line,) = [line for line in job.stderr.splitlines() if "in the background" in line]
+    assert str(out_dir) in line
+    assert f"smdist recover {spool}" in line
+    assert (spool / "uploader.log").exists()
+    (small_disk / "ballast").unlink()
+    drained(root)
+    with create_trial(out_dir) as trial:
+        assert trial.steps(TRAIN, show_incomplete_steps=True) == trial.steps(TRAIN)
+        assert len(trial.tensor("large").steps()) == 3

@@ -184,3 +184,28 @@ def test_tensors_of_a_module_by_hand(tmp_path: Path, before: bool) -> None:
         net(torch.randn(2, 4))
     trial = read(tmp_path / "run")
     assert set(trial.tensor_names(collection="mine")) == {"relu_input_0", "relu_output_0"}
+
+
+def test_names_that_cannot_be_written_are_saved_with_an_escape(tmp_path: Path) -> None:
+    net = Net()
+    with hooked(tmp_path / "run", include_collections=["weights"], on_error="warn") as hook:
+        hook.register_module(net)
+        train(net, 1)
+        hook.save_tensor("\ud800small", np.arange(4))
+        hook.save_tensor("\ud800large", np.arange(4000))
+        hook.save_scalar("\ud800", 3)
+        hook.save_tensor("after", np.arange(4), "c\ud800")
+        hook.save_tensor("\ud800none", object())
+        hook.get_collection("d\ud800").include("\ud800")
+        train(net, 1)
+        assert hook.usage() is not None
+    trial = read(tmp_path / "run")
+    assert trial.steps() == [0, 1]
+    assert trial.tensor(r"\ud800large").value(0).shape == (4000,)
+    assert trial.tensor(r"\ud800small").value(0).shape == (4,)
+    assert float(trial.tensor(r"scalar/\ud800").value(0)) == 3
+    assert trial.tensor_names(collection=r"c\ud800") == ["after"]
+    assert r"d\ud800" in trial.collections()
+    told = [message for messages in trial.troubles().values() for message in messages]
+    assert any(r"the name \ud800large holds half" in message for message in told)
+    assert any(r"saving \ud800none" in message for message in told)

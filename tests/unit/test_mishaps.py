@@ -47,3 +47,15 @@ def test_what_is_left_at_the_end_is_said_without_a_traceback(
     assert mishaps.count == 1
     with pytest.raises(DrainTimeout):
         Mishaps("raise", logging.getLogger("smdist")).left(DrainTimeout("some"))
+
+
+def test_what_cannot_be_noted_is_no_second_error(caplog: pytest.LogCaptureFixture) -> None:
+    def note(message: str) -> None:
+        raise OSError("the disk is full")
+
+    mishaps = Mishaps("warn", logging.getLogger("smdist"))
+    mishaps.note_with(note)
+    fail(mishaps, "no", "saving \ud800")
+    assert mishaps.count == 1
+    assert caplog.records[0].getMessage().startswith(r"saving \ud800: OSError: no")
+    assert "the disk is full" in caplog.records[1].getMessage()

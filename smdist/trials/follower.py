@@ -39,7 +39,7 @@ from smdist.storage.base import Store
 from smdist.trials.advance import advance, touched_steps
 from smdist.trials.arguments import plain_arguments
 from smdist.trials.catalogue import Catalogue, StepState
-from smdist.trials.loader import Loader
+from smdist.trials.loader import Loader, owner_of
 from smdist.trials.reader import GAP, REMOTE_GAP, Reader
 from smdist.trials.snapshots import Snapshots
 from smdist.trials.trust import Care
@@ -59,7 +59,8 @@ class Follower:
 
     def __init__(self, store: Store, catalogue: Catalogue) -> None:
         self.dynamic_refresh = True
-        self.reader = Reader(store, sync.run, gap=REMOTE_GAP if is_remote(store.url) else GAP)
+        gap = REMOTE_GAP if is_remote(store.url) else GAP
+        self.reader = Reader(store, sync.run, gap=gap, session=self._session_of)
         self._store = store
         self._snapshots = Snapshots(store, sync.run)
         self._loader = Loader(store, self._snapshots)
@@ -92,6 +93,11 @@ class Follower:
                 self.catalogue, news.facts, news.layouts, time.time(), base=news.base
             )
             self._loader.told()
+
+    def _session_of(self, manifest: str) -> str:
+        owner = owner_of(manifest)
+        known = self.catalogue.view.rank(*owner) if owner is not None else None
+        return known.session.session if known is not None and known.session is not None else ""
 
     def prepare(self, catalogue: Catalogue, facts: Iterable[StepFacts]) -> None:
         """Fetch together what finding tensors of these steps needs, rather than one by one."""

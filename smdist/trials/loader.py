@@ -50,7 +50,7 @@ from smdist.trials.progress import Progress, progress_of
 from smdist.trials.snapshots import Snapshot, Snapshots
 from smdist.trials.trust import Care, most_age_s
 
-__all__ = ["Loader", "News"]
+__all__ = ["Loader", "News", "owner_of"]
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -87,6 +87,12 @@ class _Fresh(NamedTuple):
     progress: Progress
     seq: int
     key: str
+
+
+def owner_of(key: str) -> Owner | None:
+    """Whose manifest it is."""
+    match = _MANIFEST.fullmatch(key)
+    return (int(match[2]), int(match[1])) if match else None
 
 
 class Loader:

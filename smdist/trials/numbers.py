@@ -8,14 +8,18 @@ their manifests are read then.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import msgspec
 
-from smdist.errors import ObjectNotFound
-from smdist.manifest import RankSummary, manifest_key, summary_key
+from smdist.errors import CorruptObject, ObjectNotFound
+from smdist.manifest import RankManifest, RankSummary, manifest_key, summary_key
 from smdist.storage.base import Store
 
-__all__ = ["Numbers", "summary_of"]
+__all__ = ["Numbers", "SessionOf", "summary_of"]
+
+SessionOf = Callable[[str], str]
+"""The session that has written the manifest of that key; "" where that is not known."""
 
 _MANIFEST = re.compile(r"manifests/(worker_\d+)/(\d+)-\d+\.json")
 
@@ -26,12 +30,24 @@ def summary_of(key: str) -> str:
     return summary_key(match[1], int(match[2])) if match else ""
 
 
+def _key(manifest: RankManifest) -> str:
+    return manifest_key(manifest.worker, manifest.attempt, manifest.seq)
+
+
 class Numbers:
     """On the event loop that owns the store."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, store: Store, session: SessionOf = lambda _: "") -> None:
+        self._store, self._session = store, session
         self._of_no_use: set[str] = set()
+
+    def attached(self, key: str, data: bytes) -> bytes:
+        """What the manifest at `key` carried. Its place may be that of another run by now."""
+        manifest = msgspec.json.decode(data, type=RankManifest)
+        if self._session(key) not in ("", manifest.session):
+            detail = "another run was begun in this place after the trial was opened"
+            raise CorruptObject(self._store.url, key, "read", detail)
+        return manifest.attached
 
     async def load(self, summary: str) -> dict[str, bytes]:
         """By the key of the manifest, what it carried. Empty when there is no such summary."""
@@ -42,7 +58,9 @@ class Numbers:
             manifests = msgspec.json.decode(data, type=RankSummary).manifests
         except (ObjectNotFound, msgspec.DecodeError):
             manifests = ()
-        found = {manifest_key(m.worker, m.attempt, m.seq): m.attached for m in manifests}
+        if any(self._session(_key(one)) not in ("", one.session) for one in manifests[:1]):
+            manifests = ()
+        found = {_key(one): one.attached for one in manifests}
         found = {key: attached for key, attached in found.items() if attached}
         if not found:
             self._of_no_use.add(summary)

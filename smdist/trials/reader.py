@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from smdist.errors import CorruptObject
-from smdist.pipeline.attached import attached_bytes
 from smdist.pipeline.block import (
     Place,
     Spans,
@@ -32,7 +31,7 @@ from smdist.pipeline.block import (
 )
 from smdist.storage.base import NearStore, Store
 from smdist.trials.catalogue import Found
-from smdist.trials.numbers import Numbers, summary_of
+from smdist.trials.numbers import Numbers, SessionOf, summary_of
 
 __all__ = [
     "AT_ONCE",
@@ -150,6 +149,7 @@ class Reader:
         concurrency: int = AT_ONCE,
         cache_bytes: int = 64 << 20,
         gap: int = GAP,
+        session: SessionOf = lambda _: "",
     ) -> None:
         self._store = store
         self._near = store if isinstance(store, NearStore) else None
@@ -157,7 +157,7 @@ class Reader:
         self._run = run
         self._concurrency = concurrency
         self._cache = _Cache(cache_bytes)
-        self._numbers = Numbers(store)
+        self._numbers = Numbers(store, session)
 
     def keep(self, attached: Mapping[str, bytes]) -> None:
         """Segments that came with their manifests, by the keys of these."""
@@ -253,7 +253,7 @@ class Reader:
             else:
                 whole = self._cache.get(key)
                 if whole is None:
-                    whole = attached_bytes(store.read(key, [(0, None)])[0])
+                    whole = self._numbers.attached(key, store.read(key, [(0, None)])[0])
                     self._cache.put(key, whole)
                 found = [whole[one.range.start : one.range.stop] for one in group]
             for one, got in zip(group, found, strict=True):
@@ -315,7 +315,7 @@ class Reader:
             return await self._store.get(key, start, stop)
         whole = self._cache.get(key)
         if whole is None:
-            whole = attached_bytes(await self._store.get(key))
+            whole = self._numbers.attached(key, await self._store.get(key))
             self._cache.put(key, whole)
         return whole[start:stop]
 

@@ -578,6 +578,31 @@ def test_a_run_that_was_begun_anew_in_the_same_place_is_not_mixed_into_an_open_t
     assert open_trial(store).steps() == [0, 6]
 
 
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_number_in_a_manifest_of_another_run_is_not_taken_for_this_ones(ended: bool) -> None:
+    store = MemoryStore()
+
+    def write(session: str, value: float) -> None:
+        writer = RunBuilder(store).rank(0)
+        writer.attach_bytes = 4096
+        writer.session = msgspec.structs.replace(writer.session, session=session)
+        sync.run(store.put("sessions/worker_0/000000.json", [msgspec.json.encode(writer.session)]))
+        for step in range(3):
+            writer.step(TRAIN, step, {"loss": np.full(1, value)}).flush()
+        if ended:
+            writer.end()
+
+    write("one", 1.0)
+    SnapshotWriter(store).write(final=ended)
+    trial, idle = open_trial(store), open_trial(store)
+    assert trial.tensor("loss").value(1) == 1.0
+    store.objects = {}
+    write("other", 2.0)
+    for step in (0, 2):
+        with pytest.raises(errors.CorruptObject, match="another run was begun in this place"):
+            idle.tensor("loss").value(step)
+
+
 def test_a_run_that_was_removed_is_told_and_stays_in_view() -> None:
     store = MemoryStore()
     (writer,) = job(store, 1, 2)

@@ -25,12 +25,23 @@ import msgspec
 
 from smdist.errors import ObjectExists, ObjectNotFound, StoreError, StoreForbidden
 from smdist.identity import worker_name
-from smdist.manifest import RankManifest, RankState, Session, layout_key, manifest_key, segment_key
+from smdist.manifest import (
+    RankManifest,
+    RankState,
+    Session,
+    Thinned,
+    layout_key,
+    manifest_key,
+    segment_key,
+    thinned_key,
+)
 from smdist.pipeline.attached import attach, attachable
 from smdist.storage.base import Buffer, Store
 from smdist.workers.batch import Batch
 from smdist.workers.ledger import Ledger
 from smdist.workers.patience import Conflict, Patience
+from smdist.workers.place import Place
+from smdist.workers.spool import UNKNOWN_ATTEMPT
 
 __all__ = ["Committer", "Ending", "HasParts", "Overtaken", "ResumePoint", "resume_point"]
 
@@ -136,8 +147,13 @@ class Committer:
         note: Callable[[RankManifest], None] = lambda _manifest: None,
         *,
         succeeds: bool = False,
+        place: Place | None = None,
     ) -> None:
         """`note` is told each manifest once it is in the store. `succeeds`: somebody was before us."""
+        self._place, self._failures = place, patience.failures
+        self.losses = 0  # how often the run was found to be removed
+        self._again: dict[str, bytes] = {}  # what later manifests need: layouts, what was described
+        self._troubles: list[str] = []
         self._note = note
         self._start, self._succeeds = start, succeeds
         self._endangered = [start.last] if succeeds and start.last is not None else []
@@ -164,7 +180,8 @@ class Committer:
         self._own.add(batch.segment.key)
         layouts = {k: v for k, v in batch.segment.layouts.items() if k not in self._layouts}
         self._layouts.update(layouts)
-        objects = [(layout_key(key), layout.to_json()) for key, layout in layouts.items()]
+        objects = {layout_key(key): layout.to_json() for key, layout in layouts.items()}
+        self._again.update(objects)
         before = self._tasks[-1] if self._tasks else None
         commit = self._commit(batch, objects, before, ending)
         task = asyncio.get_running_loop().create_task(commit)
@@ -193,11 +210,12 @@ class Committer:
     async def _commit(
         self,
         batch: Batch,
-        layouts: list[tuple[str, bytes]],
+        layouts: dict[str, bytes],
         before: asyncio.Task[Batch] | None,
         ending: Ending | None,
     ) -> Batch:
-        for key, data in layouts:
+        losses = self.losses
+        for key, data in layouts.items():
             await self._put(key, (data,))
         apart = not attachable(batch.segment, self._attach_bytes)
         if batch.segment.chunks and apart:
@@ -207,10 +225,16 @@ class Committer:
             if before.cancelled() or before.exception() is not None:
                 raise asyncio.CancelledError  # the owner meets the reason at `before`
         for described in batch.news.described:
-            await self._put(described.key, (described.data,))
+            key, data = self._described(described.key, described.data)
+            self._again[key] = data
+            await self._put(key, (data,))
         manifest = self._manifest(batch, ending or Ending("active", ""))
         manifest = manifest if apart else attach(manifest, batch.segment)
         await self._put_manifest(manifest)
+        if self._patience.failures != self._failures:
+            await self._patience.insist("reading the store", self._see_to_the_run)
+        if self.losses != losses and batch.segment.chunks and apart:
+            await self._put(batch.segment.key, batch.segment.chunks)
         self._note(manifest)
         closed = sum(entry.closed for entry in batch.segment.entries)
         self._ledger.add_stored(batch.news.nbytes, closed)
@@ -231,8 +255,34 @@ class Committer:
             with contextlib.suppress(StoreError):  # `confirm` comes back to it
                 await self._restore()
 
+    def _described(self, key: str, data: bytes) -> tuple[str, bytes]:
+        """The hook writes before it can know its attempt."""
+        if key != thinned_key(self._worker, UNKNOWN_ATTEMPT):
+            return key, data
+        attempt = self._session.attempt
+        thinned = msgspec.json.decode(data, type=Thinned)
+        data = msgspec.json.encode(msgspec.structs.replace(thinned, attempt=attempt))
+        return thinned_key(self._worker, attempt), data
+
+    async def _see_to_the_run(self) -> None:
+        """Something failed, or it is the end: without run and session nobody finds what we put."""
+        failures = self._patience.failures
+        if self._place is not None and not await self._place.is_whole():
+            await self._place.restore()
+            for key, data in list(self._again.items()):
+                await self.store.put(key, (data,))
+            self.losses += 1
+            message = (
+                f"{self.store.url} was emptied while the job ran: what was stored there before is "
+                "gone. The run is begun anew there; what is stored from now on can be read"
+            )
+            self._troubles.append(message)
+            self._patience.say(message)
+        self._failures = failures
+
     async def confirm(self) -> None:
         """Before the end: what a late request of a predecessor may have replaced is what we put."""
+        await self._patience.insist("reading the store", self._see_to_the_run)
         if self._succeeds:
             await self._patience.insist("reading the store", self._restore)
             await self._patience.insist("tidying the store", self._remove_others)
@@ -296,6 +346,7 @@ class Committer:
 
     def _manifest(self, batch: Batch, ending: Ending) -> RankManifest:
         session, news = self._session, batch.news
+        troubles, self._troubles = self._troubles, []
         return RankManifest(
             session=session.session,
             rank=session.rank,
@@ -309,6 +360,6 @@ class Committer:
             time=time.time(),
             steps=batch.segment.entries,
             dropped=news.dropped,
-            troubles=news.troubles,
+            troubles=(*news.troubles, *troubles),
             reason=ending.reason,
         )

@@ -1,7 +1,8 @@
 """A rank enters a run: it finds or makes `run.json` and writes its own session.
 
-Called once by each rank that saves (`saves`), in its training process, when its hook first needs
-the run. A rank that does not save never calls this and writes nothing. In order:
+The training process writes down who it is when it first saves (`intend`), and asks the store
+nothing. Its uploader enters the run for it (`enter`), or whoever sends its spool, however late; it
+can be repeated. A rank that does not save (`saves`) never enters and writes nothing. In order:
 
 1. read `run.json`, and of `sessions/` the few that decide (`worth_reading`), however many ranks;
 2. decide, purely: may this rank join (`may_join`), and as which attempt (`choose_attempt`);
@@ -48,12 +49,14 @@ from smdist.workers.launch import (
     process_started,
 )
 from smdist.workers.rank import Identity
+from smdist.workers.spool import UNKNOWN_ATTEMPT, Entry
 
 __all__ = [
     "Enrolment",
     "check_place",
-    "enrol",
     "enrol_async",
+    "enter",
+    "intend",
     "newcomer",
     "saves",
     "worth_reading",
@@ -79,8 +82,7 @@ def saves(rank: int, include_workers: str | Sequence[int]) -> bool:
     return rank in include_workers
 
 
-def enrol(
-    store: Store,
+def intend(
     identity: Identity,
     *,
     include_workers: str | Sequence[int],
@@ -88,19 +90,34 @@ def enrol(
     framework: str,
     explicit_attempt: int | None = None,
     environ: Mapping[str, str] = os.environ,
-    now: Callable[[], float] = time.time,
-) -> Enrolment:
-    """`enrol_async` for a training thread; RunExists when the run is somebody else's."""
-    return sync.run(
-        enrol_async(
-            store,
-            newcomer(identity, environ),
-            include_workers=include_workers,
-            resume=resume,
-            framework=framework,
-            explicit_attempt=_explicit_attempt(explicit_attempt, environ),
-            now=now,
-        )
+) -> tuple[Session, Entry]:
+    """This process's session, but for its attempt, and what decides on that. Touches no store."""
+    me = newcomer(identity, environ)
+    explicit = _explicit_attempt(explicit_attempt, environ)
+    session = _session(me, UNKNOWN_ATTEMPT, include_workers, time.time(), uuid.uuid4().hex)
+    return session, Entry(me.began, resume, framework, explicit)
+
+
+async def enter(store: Store, session: Session, entry: Entry) -> Enrolment:
+    """As `intend` had it. RunExists, or another ConfigurationError, when that cannot be."""
+    me = Newcomer(
+        rank=session.rank,
+        world_size=session.world_size,
+        host=session.host,
+        pid=session.pid,
+        launch=session.launch,
+        restart=session.restart,
+        began=entry.began,
+    )
+    return await enrol_async(
+        store,
+        me,
+        include_workers=session.include_workers,
+        resume=entry.resume,
+        framework=entry.framework,
+        explicit_attempt=entry.attempt,
+        session_id=session.session,
+        started=session.started,
     )
 
 
@@ -156,15 +173,22 @@ async def enrol_async(
     explicit_attempt: int | None = None,
     now: Callable[[], float] = time.time,
     settle_s: float = SETTLE_S,
+    session_id: str = "",
+    started: float | None = None,
 ) -> Enrolment:
+    """A session with `session_id` that is there already is ours: whoever put it was killed then."""
+    session_id = session_id or uuid.uuid4().hex
     for _ in range(_TRIES):
-        # Side by side: training waits for this once, and every request takes its time on the way.
+        # Side by side: every request takes its time on the way.
         run, sessions = await asyncio.gather(_read_run(store), _read_sessions(store, me.rank))
         if run is None and not sessions:
             await _refuse_remains(store)
-        attempt = _decide(store, me, sessions, resume, explicit_attempt)
+        session = next((s for s in sessions if s.session == session_id), None)
+        if session is None:
+            attempt = _decide(store, me, sessions, resume, explicit_attempt)
+            begun = now() if started is None else started
+            session = _session(me, attempt, include_workers, begun, session_id)
         run = await _claim_run(store, run, framework, now, settle_s)
-        session = _session(me, attempt, include_workers, now())
         if await _put_session(store, session):
             return Enrolment(run, session)
     raise StoreError(
@@ -214,8 +238,10 @@ def _decide(
                 "another out_dir"
             )
         return explicit
+    # `me` may be of another machine: a spool is sent from wherever it is.
+    here = me.host if me.host == machine() else None
     gone = frozenset(
-        s.session for s in sessions if s.host == me.host and not is_running(s.pid, s.started)
+        s.session for s in sessions if s.host == here and not is_running(s.pid, s.started)
     )
     if not may_join(me, sessions, gone, resume=resume):
         raise RunExists(store.url, worker_name(me.rank))
@@ -223,10 +249,14 @@ def _decide(
 
 
 def _session(
-    me: Newcomer, attempt: int, include_workers: str | Sequence[int], started: float
+    me: Newcomer,
+    attempt: int,
+    include_workers: str | Sequence[int],
+    started: float,
+    session_id: str,
 ) -> Session:
     return Session(
-        session=uuid.uuid4().hex,
+        session=session_id,
         rank=me.rank,
         world_size=me.world_size,
         attempt=attempt,

@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Callable
 
-from smdist.errors import ConfigurationError, DrainTimeout, StoreForbidden
+from smdist.errors import ConfigurationError, DrainTimeout
 from smdist.identity import encodable
 
 __all__ = ["Mishaps"]
@@ -39,7 +39,7 @@ class Mishaps:
 
     def handle(self, error: Exception, doing: str) -> None:
         """Called in an `except` clause; returns if training is to go on."""
-        if self._raises or isinstance(error, (ConfigurationError, StoreForbidden)):
+        if self._raises or isinstance(error, ConfigurationError):
             raise error
         message = encodable(f"{doing}: {type(error).__name__}: {error}")
         # What goes wrong at every step does so with another number each time. Elsewhere a number

@@ -2,7 +2,7 @@
 
     nowhere      this rank does not save: nothing is started, nothing is written
     dry          `dry_run`: plans are made, values are dropped
-    a session    enrolled in the run, with a spool, a capture and an uploader process
+    a session    with a spool, a capture and an uploader process, which enters the run for it
 
 Used on the training thread by one hook: `probe()` whenever it helps to know early, `open()` once
 something is to be saved, `close()` at the end.
@@ -10,11 +10,11 @@ something is to be saved, `close()` at the end.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import shlex
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -23,12 +23,12 @@ from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 import msgspec
 
 from smdist.config import HookConfig
-from smdist.errors import CaptureError, StoreError, StoreForbidden
+from smdist.errors import CaptureError
 from smdist.identity import StepRef, worker_name
 from smdist.manifest import Run, Session
-from smdist.storage import Store, check_writable, is_remote, open_store, sync
+from smdist.storage import Store, check_writable, is_remote, open_store, pinned, sync
 from smdist.workers.capture import Capture, CaptureLimits, Usage
-from smdist.workers.enrol import Enrolment, check_place, enrol, saves
+from smdist.workers.enrol import check_place, intend, saves
 from smdist.workers.host import Host
 from smdist.workers.journal import JournalWriter
 from smdist.workers.memory import (
@@ -56,7 +56,6 @@ from smdist.workers.whereabouts import Whereabouts
 __all__ = ["DrySink", "Outlet", "Sink"]
 
 _ATTACH_BYTES = 256 << 10
-_AGAIN_S = 10.0  # between two tries to enrol in a store that is full or out of reach
 _FAREWELL_S, _LOOK_S = 5.0, 0.01
 _MERGE_S = 2.0
 _CHECK_S = 5.0  # of one request and its retries, over a network
@@ -122,7 +121,6 @@ class Outlet(Generic[T]):
         self._supervisor: Supervisor | None = None
         self._parents: object = None
         self.session: Session | None = None
-        self._again_at = float("-inf")  # monotonic
         self._place: Placement | None = None
         self._spool: Path | None = None
 
@@ -203,7 +201,19 @@ class Outlet(Generic[T]):
         """Where to save; None on a rank that does not."""
         if self._state == "waiting":
             self._start()
+        elif self._supervisor is not None and self._supervisor.refused:
+            self._stop(self._supervisor.refused)
         return self._sink
+
+    def _stop(self, refused: str) -> None:
+        """The store holds a run that this rank has no part in, which was told when it was found."""
+        capture, self._capture, self._sink = self._capture, None, None
+        self._state = "closed"
+        if capture is not None:
+            capture.end(refused)
+            capture.close()
+        if self._config.on_error == "raise":
+            raise CaptureError(self._refusal(refused))
 
     def _start(self) -> None:
         identity = self._identity = self.identity
@@ -213,19 +223,8 @@ class Outlet(Generic[T]):
         if self._config.dry_run:
             self._sink, self._state = DrySink(), "open"
             return
-        if time.monotonic() < self._again_at:
-            return
-        self._state = "closed"  # should anything but the store fail, there is no second try
-        try:
-            self._sink = self._capture = self._begin_session(identity)
-        except StoreForbidden:
-            raise
-        except StoreError as error:
-            # Full or out of reach may pass. Enrolling makes training wait, so not at every step.
-            self._state, self._again_at = "waiting", time.monotonic() + _AGAIN_S
-            raise CaptureError(
-                f"{self._worker} saves nothing yet, and tries again in {_AGAIN_S:.0f} s: {error}"
-            ) from error
+        self._state = "closed"  # should this fail, there is no second try
+        self._sink = self._capture = self._begin_session(identity)
         self._state = "open"
 
     def _begin_session(self, identity: Identity) -> Capture[T]:
@@ -234,13 +233,14 @@ class Outlet(Generic[T]):
             read_memory(), identity.local_world_size, identity.world_size, os.cpu_count() or 1
         )
         place = self._choose_place(identity, buffer_bytes)
-        # First, before anybody can see this rank in the run: one that has no place to buffer in
-        # saves nothing, ever, and others would wait for it.
-        with Spool.rehearsed(self._spool_info(_nobody(identity), place), place.root) as rehearsal:
+        info = self._spool_info(identity, place)
+        # First: a rank that has no place to buffer in saves nothing, ever, and once there is a spool,
+        # whoever sends it enters the run for this rank, and others wait for it.
+        run = msgspec.structs.replace(info.run, run_id=REHEARSAL)
+        with Spool.rehearsed(msgspec.structs.replace(info, run=run), place.root) as rehearsal:
             JournalWriter(rehearsal).close()
-            enrolment = self._enrol(identity)
-            self.session = enrolment.session
-            spool = Spool.create(self._spool_info(enrolment, place), place.root)
+            spool = Spool.create(info, place.root)
+        self.session = info.session
         self._spool = spool.path
         limits = CaptureLimits(
             buffer_bytes=buffer_bytes,
@@ -253,17 +253,6 @@ class Outlet(Generic[T]):
         capture.attended_by(lambda: supervisor.running)
         return capture
 
-    def _enrol(self, identity: Identity) -> Enrolment:
-        with self._store() as store:
-            return enrol(
-                store,
-                identity,
-                include_workers=self._config.include_workers,
-                resume=self._config.resume,
-                framework=self._config.framework.name,
-                explicit_attempt=self._where.attempt,
-            )
-
     def _choose_place(self, identity: Identity, buffer_bytes: int) -> Placement:
         if self._place is None:  # once, as it may have something to say
             self._place = choose_spool(
@@ -275,17 +264,28 @@ class Outlet(Generic[T]):
                 self._say(self._place.message)
         return self._place
 
-    def _spool_info(self, enrolment: Enrolment, place: Placement) -> SpoolInfo:
-        out_dir = self._config.out_dir
+    def _spool_info(self, identity: Identity, place: Placement) -> SpoolInfo:
+        config = self._config
+        session, entry = intend(
+            identity,
+            include_workers=config.include_workers,
+            resume=config.resume,
+            framework=config.framework.name,
+            explicit_attempt=self._where.attempt,
+        )
+        remote, where = is_remote(config.out_dir), pinned(config.out_dir)
+        name = hashlib.blake2s(where.encode(), digest_size=8).hexdigest()
         info = SpoolInfo(
-            run=enrolment.run,
-            session=enrolment.session,
-            # The uploader has a working directory of its own.
-            out_dir=out_dir if "://" in out_dir else str(Path(out_dir).absolute()),
+            run=Run(run_id=name, created=session.started, framework=entry.framework),
+            session=session,
+            out_dir=config.out_dir if remote else where,
             upload=self._upload_options(),
             trainer_pid=os.getpid(),
             trainer_start=start_ticks(os.getpid()),
             overflow="",
+            entry=entry,
+            place=where,
+            profile=os.environ.get("AWS_PROFILE", "") if remote else "",
         )
         overflow = private_root(place.overflow) / f"{spool_name(info)}-overflow"
         return msgspec.structs.replace(info, overflow=str(overflow))
@@ -326,6 +326,8 @@ class Outlet(Generic[T]):
             return ""
         text = f"{self._worker}: {left(usage)}"
         send = f"smdist recover {shlex.quote(str(self._spool))}"
+        if supervisor is not None and supervisor.refused:
+            return f"{text} are not stored. {self._refusal(supervisor.refused)}"
         if supervisor is not None and not supervisor.running:
             return (
                 f"{text} wait in the spool, as no uploader could be kept running; "
@@ -335,6 +337,12 @@ class Outlet(Generic[T]):
         return (
             f"{text} were not in {self._config.out_dir} after {timeout_s:.0f} s{why}; the uploader "
             f"goes on by itself. Should it end before all is stored: {send}"
+        )
+
+    def _refusal(self, refused: str) -> str:
+        return (
+            f"{refused}. What was captured is kept; to store it as another attempt of the run that is "
+            f"there, once that has ended: smdist recover --force {shlex.quote(str(self._spool))}"
         )
 
     def _see_off(self, supervisor: Supervisor) -> None:
@@ -367,19 +375,3 @@ class Outlet(Generic[T]):
         """In a forked child: the session is the parent's. Nothing of it is touched."""
         self._parents = (self._capture, self._supervisor)  # kept: their end would be felt there
         self._state, self._sink, self._capture, self._supervisor = "closed", None, None, None
-
-
-def _nobody(identity: Identity) -> Enrolment:
-    """For a spool that is only tried."""
-    session = Session(
-        session=uuid.uuid4().hex,
-        rank=identity.rank,
-        world_size=identity.world_size,
-        attempt=0,
-        include_workers="one",
-        started=0.0,
-        host="",
-        pid=os.getpid(),
-        launch="",
-    )
-    return Enrolment(Run(run_id=REHEARSAL, created=0.0, framework=""), session)

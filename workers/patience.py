@@ -47,11 +47,15 @@ class Patience:
         self._renewed = 0.0  # when something last went well, or the limit was set
         self._moved = 0
         self._stopped = False
+        self.failures = 0  # so far, of all operations
 
     def give_up_after(self, seconds: float) -> None:
         """From now on, `seconds` in which nothing succeeds are the end; the first call counts."""
         if self._limit_s is None:
             self._limit_s, self._renewed = seconds, time.monotonic()
+
+    def say(self, message: str) -> None:
+        self._say(message)
 
     def stop(self) -> None:
         """Give up now, whatever goes well."""
@@ -105,6 +109,7 @@ class Patience:
 
     def failed(self, token: object, what: str, error: Exception, *, tell: bool = True) -> None:
         """Note that an operation, known by `token`, does not succeed; not `tell`: a courtesy."""
+        self.failures += 1
         self._failing.setdefault(token, time.time())
         if tell:
             self._serious.add(token)
@@ -114,8 +119,9 @@ class Patience:
         again_s = _REPEAT_S[min(self._times_said, len(_REPEAT_S)) - 1]
         if tell and (not self._times_said or now >= self._said_at + again_s):
             self._times_said, self._said_at = self._times_said + 1, now
-            waiting = readable_bytes(self._pending_bytes())
-            self._say(f"{self._ledger.trouble}. It is tried again; {waiting} wait, nothing is lost")
+            nbytes = self._pending_bytes()
+            waiting = f"{readable_bytes(nbytes)} wait, " if nbytes else ""
+            self._say(f"{self._ledger.trouble}. It is tried again; {waiting}nothing is lost")
 
     def succeeded(self, token: object) -> None:
         if self._failing.pop(token, None) is None:

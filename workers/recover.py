@@ -9,6 +9,7 @@ or an uploader. A process that goes on after its hook was closed is not in the w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -54,8 +55,13 @@ def default_roots(environ: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
 
 
 def find_spools(roots: Iterable[Path]) -> list[Path]:
-    """Spools of this user, in use or not."""
-    return sorted(path.parent for root in roots for path in private_root(root).glob("*/spool.json"))
+    """Spools of this user, in use or not, the oldest first: attempts of a run are numbered so."""
+    found = []
+    for root in roots:
+        for path in private_root(root).glob("*/spool.json"):
+            with contextlib.suppress(FileNotFoundError):  # sent and removed meanwhile
+                found.append((path.stat().st_mtime_ns, path.parent))
+    return [path for _, path in sorted(found)]
 
 
 def pending_bytes(spool: Spool) -> int:
@@ -77,9 +83,11 @@ def recover(
 ) -> Recovered:
     """Send everything in the spool at `path`, say how its rank ended, and remove it.
 
-    `force`: the training process is surely gone, though it ran where this cannot be seen. Raises
-    SpoolBusy or TrainerAlive when it must not be touched, GaveUp when the store refuses, SpoolUnavailable
-    when it is no spool.
+    It goes where the training process found its place, and only if the run of that process is there.
+    `force`: the training process is surely gone, though it ran where this cannot be seen, and the place
+    is the right one, though the run is not there or has a later start of this rank in it. Raises
+    SpoolBusy or TrainerAlive when it must not be touched, GaveUp when the store refuses, Refused when
+    it holds another run, SpoolUnavailable when it is no spool.
     """
     sweep_rehearsals(path.parent)
     if is_remnant(path):
@@ -88,6 +96,9 @@ def recover(
     spool = Spool.open(path)
     options = msgspec.structs.replace(spool.info.upload, drain_deadline_s=give_up_s)
     spool.info = msgspec.structs.replace(spool.info, upload=options)
+    if force and spool.info.entry is not None:
+        entry = msgspec.structs.replace(spool.info.entry, resume=True)
+        spool.info = msgspec.structs.replace(spool.info, entry=entry)
     steps = nbytes = 0
 
     def note(batch: Batch) -> None:
@@ -99,7 +110,8 @@ def recover(
     with spool.lock():  # first: an uploader that works knows best
         if not force:
             _check_trainer(spool)
-        ending = asyncio.run(Uploader(spool, say, note).run(trainer_gone=True))
+        uploader = Uploader(spool, say, note, trusts=force)
+        ending = asyncio.run(uploader.run(trainer_gone=True))
         spool.remove()
     worker, out_dir = worker_name(spool.info.session.rank), spool.info.out_dir
     return Recovered(worker, out_dir, ending.state, ending.reason, steps, nbytes)

@@ -1,6 +1,6 @@
 """The folder a rank and its uploader share: what was captured and is not in the store yet.
 
-    <root>/smdist-<uid>/<run>-<worker>-<attempt>-<pid>-<session>/      0700
+    <root>/smdist-<uid>/<place>-<worker>-<pid>-<session>/      0700
         spool.json       SpoolInfo: all an uploader needs to go on, whoever starts it
         arena-0          captured bytes                    (workers/arena.py)
         journal-000000   what was captured, in order       (workers/journal.py)
@@ -30,7 +30,9 @@ from smdist.manifest import Run, Session
 
 __all__ = [
     "REHEARSAL",
+    "UNKNOWN_ATTEMPT",
     "Doorbell",
+    "Entry",
     "Spool",
     "SpoolBusy",
     "SpoolInfo",
@@ -41,6 +43,7 @@ __all__ = [
 ]
 
 REHEARSAL = "rehearsal"  # in the place of a run's id, which is hexadecimal
+UNKNOWN_ATTEMPT = -1
 
 
 class UploadOptions(msgspec.Struct, frozen=True):
@@ -52,7 +55,19 @@ class UploadOptions(msgspec.Struct, frozen=True):
     attach_bytes: int = 0  # segments up to this size may travel in their manifest
 
 
+class Entry(msgspec.Struct, frozen=True):
+    """What the rank's entering of the run depends on, beside its session (workers/enrol.py)."""
+
+    began: float  # when the training process started
+    resume: bool
+    framework: str
+    attempt: int | None  # asked for
+
+
 class SpoolInfo(msgspec.Struct, frozen=True):
+    """While `entry` is there and `entered` is not, the run is known by nothing but a name for its
+    place, and the session has no attempt."""
+
     run: Run
     session: Session
     out_dir: str
@@ -61,6 +76,10 @@ class SpoolInfo(msgspec.Struct, frozen=True):
     trainer_start: int  # start time of the process in clock ticks, 0 when unknown
     # Folder for what does not fit beside this file, in a private root; made when needed.
     overflow: str
+    entry: Entry | None = None
+    entered: bool = False  # the store has been given run and session
+    place: str = ""  # `out_dir` with what the environment had to say of it; no secrets
+    profile: str = ""  # AWS_PROFILE of the training process
 
 
 class SpoolBusy(SpoolUnavailable):
@@ -70,7 +89,7 @@ class SpoolBusy(SpoolUnavailable):
 def spool_name(info: SpoolInfo) -> str:
     session = info.session
     worker = worker_name(session.rank)
-    return f"{info.run.run_id}-{worker}-{session.attempt}-{info.trainer_pid}-{session.session[:8]}"
+    return f"{info.run.run_id}-{worker}-{info.trainer_pid}-{session.session[:8]}"
 
 
 def private_root(root: Path) -> Path:
@@ -154,8 +173,7 @@ class Spool:
         try:
             os.mkfifo(path / "doorbell", 0o600)
             # Last, and at once: a folder is a spool from then on, for whoever looks for spools.
-            (path / "spool.new").write_bytes(msgspec.json.encode(info))
-            (path / "spool.new").rename(path / "spool.json")
+            _write_info(path, info)
         except OSError as error:
             shutil.rmtree(path, ignore_errors=True)
             raise SpoolUnavailable(f"cannot make the spool {path}: {error.strerror}") from error
@@ -189,6 +207,30 @@ class Spool:
             return cls(path, msgspec.json.decode(data, type=SpoolInfo))
         except msgspec.DecodeError as error:
             raise SpoolUnavailable(f"{path} is not a spool of this version: {error}") from error
+
+    def enter(self, run: Run, session: Session) -> None:
+        """The rank has entered the run. By who holds the lock."""
+        facts = {"run": run, "session": session, "entered": True}
+        self.info = msgspec.structs.replace(self.info, **facts)
+        # Without room for it, whoever comes next enters again, and finds this session there.
+        with contextlib.suppress(OSError):
+            _write_info(self.path, msgspec.structs.replace(Spool.open(self.path).info, **facts))
+
+    def elders(self) -> list[Spool]:
+        """Of the same rank and place and from before this one, with nobody in the run for them yet."""
+        found = []
+        name = f"{self.info.run.run_id}-{worker_name(self.info.session.rank)}-*"
+        for path in self.path.parent.glob(f"{name}/spool.json"):
+            with contextlib.suppress(SpoolUnavailable):
+                found.append(Spool.open(path.parent))
+        mine = self.info.session.started
+        return [
+            spool
+            for spool in found
+            if spool.info.entry is not None
+            and not spool.info.entered
+            and spool.info.session.started < mine
+        ]
 
     @property
     def overflow(self) -> Path:
@@ -245,6 +287,11 @@ class Spool:
         for folder in folders:
             with contextlib.suppress(OSError):
                 folder.rmdir()
+
+
+def _write_info(path: Path, info: SpoolInfo) -> None:
+    (path / "spool.new").write_bytes(msgspec.json.encode(info))
+    (path / "spool.new").rename(path / "spool.json")
 
 
 class Doorbell:

@@ -23,9 +23,11 @@ import smdist
 from smdist.workers.ledger import Ledger
 from smdist.workers.spool import Spool
 
-__all__ = ["LEFT_BEHIND", "Supervisor", "uploader_command"]
+__all__ = ["LEFT_BEHIND", "REFUSED", "Supervisor", "uploader_command"]
 
-LEFT_BEHIND = 75  # exit code: the store stayed closed, the spool is kept for `smdist recover`
+# Exit codes; the spool is kept for `smdist recover`.
+LEFT_BEHIND = 75  # the store stayed closed
+REFUSED = 76  # this rank has no part in the run that is there
 
 _RAPID_S = 5.0
 _MOST_BACKOFF_S = 15.0
@@ -89,6 +91,7 @@ class Supervisor:
         self._done = threading.Event()
         self._pid = 0
         self.restarts = 0
+        self.refused = ""  # why this rank has no part in the run, if it has none
 
     def start(self) -> None:
         """Returns once an uploader is started; trouble with that is reported, never raised."""
@@ -142,6 +145,13 @@ class Supervisor:
             if code == LEFT_BEHIND:
                 self._trouble(f"the uploader gave up; run `smdist recover {self._spool.path}`")
                 return
+            if code == REFUSED:
+                self.refused = self._word()
+                self._trouble(
+                    f"{self.refused}. Nothing more is saved; what was captured so far is "
+                    f"kept in {self._spool.path}"
+                )
+                return
             lived = time.monotonic() - began > _RAPID_S or self._acked() > stored
             rapid = 0 if lived else rapid + 1
             if rapid >= self._most_rapid_deaths:
@@ -162,6 +172,17 @@ class Supervisor:
             return 0
         try:
             return ledger.acked
+        finally:
+            ledger.close()
+
+    def _word(self) -> str:
+        """What the uploader left to be told."""
+        try:
+            ledger = Ledger(self._spool.path / "ledger")
+        except OSError:
+            return ""
+        try:
+            return ledger.trouble
         finally:
             ledger.close()
 

@@ -6,7 +6,8 @@
 It wakes when the doorbell rings, when a batch is old enough, when one has been committed, and when
 the training process dies. It ends after `End`, or after that death, once everything is stored; the
 last one of a run merges it then (workers/closing.py). Exit
-codes: 0 (the spool is gone then), LEFT_BEHIND (the store stayed closed), others are accidents.
+codes: 0 (the spool is gone then), LEFT_BEHIND (the store stayed closed), REFUSED (this rank has no
+part in the run that is there; the ledger says why), others are accidents.
 """
 
 from __future__ import annotations
@@ -46,14 +47,16 @@ from smdist.workers.commit import (
     ResumePoint,
     resume_point,
 )
+from smdist.workers.entering import enter_run
 from smdist.workers.intake import Intake
 from smdist.workers.journal import JournalReader
 from smdist.workers.ledger import Ledger
 from smdist.workers.patience import GaveUp, Patience, readable_bytes
+from smdist.workers.place import Place, Refused
 from smdist.workers.processes import alive, stopped, watching
 from smdist.workers.spool import Doorbell, Spool
 from smdist.workers.summary import Summary
-from smdist.workers.supervisor import LEFT_BEHIND
+from smdist.workers.supervisor import LEFT_BEHIND, REFUSED
 
 __all__ = ["Uploader", "main"]
 
@@ -78,12 +81,17 @@ class Uploader:
         say: Callable[[str], None],
         progress: Callable[[Batch], None] = lambda _batch: None,
         detach: Callable[[str], None] = lambda _message: None,
+        *,
+        trusts: bool = True,
     ) -> None:
         """`progress` is told of every batch that was committed.
 
         `detach` is called once if the training process is gone and there is still work to do, with
         what to say of that; whoever waits for the end of the job's output waits for us until then.
+        `trusts`: the place is the right one even if the run is not there, as with the environment of
+        the job.
         """
+        self._trusts = trusts
         self._spool, self._info, self._options = spool, spool.info, spool.info.upload
         self._say, self._progress, self._detach = say, progress, detach
         self.hurries = 0
@@ -92,6 +100,7 @@ class Uploader:
     def _begin(self) -> None:
         """A life: everything that is known of the store is still to be learnt."""
         self._ledger = Ledger(self._spool.path / "ledger")
+        self._place: Place | None = None
         self._intake = Intake(self._info)
         self._arenas = Arenas(self._spool)
         self._patience = Patience(self._ledger, self._say, self._pending_bytes)
@@ -117,7 +126,7 @@ class Uploader:
         """How the rank ended. `trainer_gone`: the caller knows that, whatever runs by its number.
 
         GaveUp when the store refused, or said nothing, for the whole of the deadline; Conflict when
-        it is not ours.
+        it is not ours, Refused when that cannot change.
         """
         while True:
             try:
@@ -157,6 +166,7 @@ class Uploader:
         self._in_background(stack, self._mourn())
         store = await self._patience.insist("opening the store", self._open_store)
         afterwards.push_async_callback(store.close)
+        await self._enter(store)
         start = await self._patience.insist(
             "reading the store",
             lambda: resume_point(store, self._info.session, tidy=succeeds),
@@ -175,8 +185,15 @@ class Uploader:
         self._ledger.trouble, self._ledger.uploader_pid = "", 0
         return store, ending
 
+    async def _enter(self, store: Store) -> None:
+        trusts = self._trusts
+        self._place = await enter_run(store, self._spool, self._patience, self._say, trusts=trusts)
+        info = self._info = self._spool.info
+        self._intake, self._summary = Intake(info), Summary(info.session)
+
     async def _open_store(self) -> Store:
-        opening = functools.partial(open_store, self._info.out_dir, deadline_s=_DEADLINE_S)
+        place = self._info.place or self._info.out_dir
+        opening = functools.partial(open_store, place, deadline_s=_DEADLINE_S)
         return await asyncio.to_thread(opening)
 
     def _make_committer(
@@ -196,6 +213,7 @@ class Uploader:
             self._options.attach_bytes,
             note,
             succeeds=succeeds,
+            place=self._place,
         )
         return self._committer
 
@@ -222,6 +240,8 @@ class Uploader:
 
     async def _summarise(self, store: Store, start: ResumePoint) -> None:
         """Leave readers one object instead of many. They can do without."""
+        if self._committer is not None and self._committer.losses:
+            return  # we remember manifests that are no longer there
 
         async def write() -> None:
             count = start.seq if self._committer is None else self._committer.seq
@@ -447,7 +467,18 @@ def _work(spool: Spool) -> int:
             # Told to stop beside a living rank: its supervisor may start another one.
             again = uploader.hurries > 1 and alive(info.trainer_pid, info.trainer_start)
             return 1 if again else LEFT_BEHIND
+        except Refused as error:
+            _leave_word(spool, str(error))
+            if not alive(info.trainer_pid, info.trainer_start):  # else its hook tells it
+                _say(worker, _left_behind(spool, str(error)))
+            return REFUSED
     return 0
+
+
+def _leave_word(spool: Spool, message: str) -> None:
+    ledger = Ledger(spool.path / "ledger")
+    ledger.trouble, ledger.uploader_pid = message, 0
+    ledger.close()
 
 
 def _left_behind(spool: Spool, trouble: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from smdist.storage.base import Buffer, Store
 from smdist.storage.local import LocalStore
-from smdist.storage.location import check_writable, is_remote, open_store
+from smdist.storage.location import check_writable, is_remote, open_store, pinned
 from smdist.storage.memory import MemoryStore
 
 __all__ = [
@@ -15,4 +15,5 @@ __all__ = [
     "check_writable",
     "is_remote",
     "open_store",
+    "pinned",
 ]

@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import os
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
@@ -15,9 +16,11 @@ from smdist.storage.local import LocalStore
 from smdist.storage.shown import shown
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from smdist.storage.base import Store
 
-__all__ = ["check_writable", "is_remote", "open_store"]
+__all__ = ["check_writable", "is_remote", "open_store", "pinned"]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _COLLAPSED = re.compile(r"s3:/[^/]", re.IGNORECASE)
@@ -59,6 +62,15 @@ def open_store(
     raise ConfigurationError(
         f"smdist cannot store in {shown(text)!r}: use a path, file:// or s3://, not {scheme}://"
     )
+
+
+def pinned(url: str) -> str:
+    """`url` such that it means the same place in any environment of this machine."""
+    if not is_remote(url):
+        # Other processes have working directories of their own.
+        return url if "://" in url else str(Path(url).absolute())
+    pin: Callable[[str], str] = importlib.import_module("smdist.storage.s3_pin").pin
+    return pin(url)
 
 
 def check_writable(url: str | os.PathLike[str], timeout_s: float | None = None) -> None:

@@ -21,7 +21,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from smdist.storage.s3_settings import S3Location, check_endpoint, is_loopback
+from smdist.storage.s3_settings import AWS, S3Location, check_endpoint, is_loopback
 
 __all__ = ["ClientSettings", "client_settings", "config_values", "ours", "share_models"]
 
@@ -73,6 +73,7 @@ def client_settings(location: S3Location, session: Any) -> ClientSettings:
     """`session` is one of botocore, made for the location's profile. Reads files, no network."""
     profile = session.get_scoped_config()
     endpoint = location.endpoint_url or _configured_endpoint(profile, session.full_config)
+    endpoint = None if endpoint == AWS else endpoint
     if endpoint is not None:
         check_endpoint(endpoint)
     style = location.addressing_style
@@ -94,6 +95,7 @@ def config_values(settings: ClientSettings, *, connect_s: float, read_s: float) 
     return {
         "s3": s3,
         "signature_version": "s3v4",
+        "ignore_configured_endpoint_urls": True,  # `client_settings` has seen to them
         "connect_timeout": connect_s,
         "read_timeout": read_s,
         "retries": {"total_max_attempts": 1, "mode": "standard"},

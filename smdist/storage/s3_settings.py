@@ -16,8 +16,9 @@ from urllib.parse import parse_qsl, quote, urlsplit
 from smdist.errors import ConfigurationError, UnknownKey
 from smdist.storage.shown import shown
 
-__all__ = ["S3Location", "S3Options", "check_endpoint", "is_loopback", "parse_s3_url"]
+__all__ = ["AWS", "S3Location", "S3Options", "check_endpoint", "is_loopback", "parse_s3_url"]
 
+AWS = "aws"  # as an endpoint: AWS itself, whatever the environment says
 _QUERY = ("addressing_style", "endpoint_url", "payload_signing", "profile", "region")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
 _ARN = re.compile(r"arn:[A-Za-z0-9-]+:s3[A-Za-z0-9-]*:[A-Za-z0-9-]*:[0-9]*:[A-Za-z0-9:./-]+")
@@ -113,7 +114,7 @@ def _options(query: str) -> dict[str, str]:
         if name in _CHOICES and value not in _CHOICES[name]:
             raise ConfigurationError(f"{name} of an s3:// URL is one of {_CHOICES[name]}")
         found[name] = value
-    if "endpoint_url" in found:
+    if found.get("endpoint_url", AWS) != AWS:
         check_endpoint(found["endpoint_url"])
     return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import smdist.pytorch as smd
 from smdist.coordination.membership import MissingReason, RankStatus
@@ -513,32 +511,6 @@ def test_training_does_not_wait_for_an_uploader_that_never_comes(
         assert dropped | stored == {(one.step, one.name) for one in started.evidence()}
         assert trial.missing(0, TRAIN) == {}
         assert trial.missing(7, TRAIN) == {0: MissingReason.DROPPED}
-
-
-def test_a_store_that_is_full_at_the_first_save_is_tried_again(
-    small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("smdist.workers.outlet._AGAIN_S", 0.0)
-    out_dir, ballast = small_disk / "out", small_disk / "ballast"
-    hook = smd.Hook(
-        out_dir,
-        save_config=smd.SaveConfig(save_interval=1),
-        include_collections=["weights"],
-        spool_dir=tmp_path / "spools",
-        buffer_bytes=1 << 20,
-    )
-    model = torch.nn.Linear(2, 2)
-    hook.register_module(model)
-    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while file.write(bytes(4096)):
-            pass
-    model(torch.ones(1, 2))
-    assert hook.errors == 1
-    ballast.unlink()
-    model(torch.ones(1, 2))
-    hook.close()
-    with create_trial(out_dir) as trial:
-        assert trial.steps() == [1]
 
 
 # -- a full disk under the journal -----------------------------------------------------------------

@@ -1,8 +1,8 @@
 """A rank of a job that saves to an object store, to be started by torchrun or alone.
 
 The first argument is a JSON object. On its standard output come lines of JSON: its spool once it has
-one, then what it has to say at its end. It also watches its own process: from the second step to
-the last, no thread of it may use the network.
+one, then what it has to say at its end. It also watches its own process: once its hook is built, no
+thread of it may use the network.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ def run(order: dict[str, Any], rank: int) -> None:
     torch.manual_seed(rank)
     watch, model = Watch(), Net(order.get("width", 4))
     hook = make_hook(order)
+    watch.on = True
     hook.register_module(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     copies: dict[str, np.ndarray[Any, Any]] = {}
@@ -95,7 +96,6 @@ def run(order: dict[str, Any], rank: int) -> None:
         optimizer.step()
         if step == 0:
             say(spool=str(hook._outlet._spool))
-            watch.on = True
         progress.write_text(str(step))
         time.sleep(order.get("step_s", 0.0))  # what else a step would do
         if order.get("until_stopped") and stop.exists():

@@ -16,7 +16,7 @@ from smdist.trials import create_trial
 from smdist.workers.processes import alive
 from tests.faults.audit import assert_in_run, audit
 from tests.faults.job import Order
-from tests.faults.launcher import REPOSITORY, Launcher, Started, drained, launching
+from tests.faults.launcher import REPOSITORY, Launcher, Started, drained, launching, until
 
 pytestmark = pytest.mark.ranks
 
@@ -147,6 +147,7 @@ train(order, before_step=lambda step: step == 2 and wait_for(Path(order.argument
     hook = {"out_dir": str(out_dir), "spool_dir": str(root)}
     living = launcher.start(tmp_path / "living", script, steps=4, go=str(go), hook=hook)
     living.wait_for("step 1")
+    until(lambda: list(out_dir.glob("sessions/*/*.json")), "its uploader to enter the run")
     second = launcher.start(tmp_path / "second", steps=4, hook=hook)
     assert second.wait() == 1
     assert "RunExists" in second.stderr

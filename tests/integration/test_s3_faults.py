@@ -37,7 +37,7 @@ def proxy(rclone: Server) -> Iterator[FaultProxy]:
 def never_waited(ran: Ran) -> bool:
     """Neither for room in the buffer nor, in any thread of the training process, for a network."""
     (before,) = ran.told("network_before")
-    assert before > 0, "the watch has eyes: the run was entered over the network"
+    assert before > 0, "the watch has eyes: the hook has asked the server"
     return ran.told("blocked_s") == [0.0] and ran.told("network") == [[]]
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +21,10 @@ from smdist.manifest import session_key
 from smdist.storage.base import Buffer, Store
 from smdist.storage.memory import MemoryStore
 from smdist.workers.attempt import Newcomer
-from smdist.workers.enrol import Enrolment, enrol_async, saves, worth_reading
+from smdist.workers.enrol import Enrolment, enrol_async, intend, saves, worth_reading
+from smdist.workers.enrol import enter as enter_as
+from smdist.workers.rank import Identity
+from smdist.workers.spool import UNKNOWN_ATTEMPT
 
 
 class Shelf(MemoryStore):
@@ -213,12 +217,14 @@ def test_who_saves(include: str | Sequence[int], rank: int, expected: bool) -> N
 ENROL = """
 import sys
 from smdist.errors import RunExists
+from smdist.storage import sync
 from smdist.storage.local import LocalStore
-from smdist.workers.enrol import enrol
+from smdist.workers.enrol import enter, intend
 from smdist.workers.rank import resolve_rank
 try:
-    made = enrol(LocalStore(sys.argv[1]), resolve_rank(), include_workers="all",
-                 resume=len(sys.argv) > 2, framework="pytorch")
+    intent = intend(resolve_rank(), include_workers="all", resume=len(sys.argv) > 2,
+                    framework="pytorch")
+    made = sync.run(enter(LocalStore(sys.argv[1]), *intent))
     print(made.run.run_id, made.session.attempt)
 except RunExists:
     print("RunExists")
@@ -249,3 +255,18 @@ def test_real_processes_in_a_directory(tmp_path: Path) -> None:
     assert enrol_in_a_process(folder, **two, SMDIST_RANK="0", SMDIST_RESTART="1") == [run_id, "1"]
     assert enrol_in_a_process(folder, "resume", **two, SMDIST_RANK="0") == [run_id, "2"]
     assert enrol_in_a_process(folder, **two, SMDIST_RANK="0", SMDIST_ATTEMPT="7") == [run_id, "7"]
+
+
+def test_who_was_killed_after_entering_finds_its_own_session() -> None:
+    shelf = Shelf()
+    identity = Identity(0, 1, None, None, "explicit", settled=True)
+    intent = intend(identity, include_workers="all", resume=False, framework="pytorch", environ={})
+    assert intent[0].attempt == UNKNOWN_ATTEMPT
+    first = asyncio.run(enter_as(shelf, *intent))
+    assert first.session == msgspec.structs.replace(intent[0], attempt=0)
+    before = dict(shelf.objects)
+    assert asyncio.run(enter_as(shelf, *intent)) == first
+    assert shelf.objects == before
+    other = intend(identity, include_workers="all", resume=False, framework="pytorch", environ={})
+    with pytest.raises(RunExists):
+        asyncio.run(enter_as(shelf, *other))

@@ -39,7 +39,7 @@ def spool(tmp_path: Path) -> Spool:
 
 
 def test_a_spool_is_private_and_named_after_its_process(spool: Spool, tmp_path: Path) -> None:
-    assert spool.path == tmp_path / f"smdist-{os.geteuid()}" / "run-worker_3-2-77-abcdefgh"
+    assert spool.path == tmp_path / f"smdist-{os.geteuid()}" / "run-worker_3-77-abcdefgh"
     for folder in (spool.path, spool.path.parent):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert Spool.open(spool.path).info == spool.info

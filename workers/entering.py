@@ -1,0 +1,89 @@
+"""The uploader's first errand: into the run for its rank, with all the patience that takes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+
+from smdist.errors import ConfigurationError, ObjectNotFound
+from smdist.manifest import RUN_KEY
+from smdist.storage.base import Store
+from smdist.workers.enrol import enter
+from smdist.workers.ledger import Ledger
+from smdist.workers.patience import Patience
+from smdist.workers.place import Place, Refused
+from smdist.workers.processes import alive
+from smdist.workers.spool import Spool
+
+__all__ = ["enter_run"]
+
+_ELDERS_S, _LOOK_S = 15.0, 0.05  # the first is more than the longest pause between two tries
+
+
+async def enter_run(
+    store: Store, spool: Spool, patience: Patience, say: Callable[[str], None], *, trusts: bool
+) -> Place | None:
+    """Into the run, if nobody did that for this rank yet; else, see that it is the same run.
+
+    `trusts`: the place is the right one even if the run is gone. None for a spool that says nothing
+    of how its rank got into the run. Raises Refused, GaveUp.
+    """
+    info = spool.info
+    if info.entered:
+        place = Place(store, info.run, info.session)
+        await patience.insist("reading the store", lambda: _find(place, store, say, trusts=trusts))
+        return place
+    if info.entry is None:
+        return None
+    await patience.insist("entering the run", lambda: _enrol(store, spool))
+    return Place(store, spool.info.run, spool.info.session)
+
+
+async def _find(place: Place, store: Store, say: Callable[[str], None], *, trusts: bool) -> None:
+    if await place.is_whole():
+        return
+    if not trusts:
+        raise place.absent()
+    await place.restore()
+    say(f"{store.url} was emptied while the job ran: the run is begun anew there")
+
+
+async def _enrol(store: Store, spool: Spool) -> None:
+    await _let_elders_pass(store, spool)
+    assert spool.info.entry is not None
+    try:
+        enrolment = await enter(store, spool.info.session, spool.info.entry)
+    except ConfigurationError as error:
+        raise Refused(f"{type(error).__name__}: {error}") from error
+    spool.enter(enrolment.run, enrolment.session)
+
+
+async def _let_elders_pass(store: Store, spool: Spool) -> None:
+    """Attempts go by number: earlier processes of this rank, if their uploaders work, come first."""
+    if not _elders(spool):
+        return
+    with contextlib.suppress(ObjectNotFound):  # as long as the store is closed, it is to all of us
+        await store.get(RUN_KEY)
+    deadline = time.monotonic() + _ELDERS_S
+    while _elders(spool) and time.monotonic() < deadline:  # noqa: ASYNC110 - of other processes
+        await asyncio.sleep(_LOOK_S)
+
+
+def _elders(spool: Spool) -> bool:
+    return any(_attended(elder) for elder in spool.elders())
+
+
+def _attended(spool: Spool) -> bool:
+    """Whether an uploader works on it, or will soon."""
+    try:
+        ledger = Ledger(spool.path / "ledger")
+    except OSError:  # it is gone
+        return False
+    try:
+        uploader = ledger.uploader_pid
+    finally:
+        ledger.close()
+    trainer = spool.info.trainer_pid, spool.info.trainer_start
+    return bool(uploader and alive(uploader)) or alive(*trainer)

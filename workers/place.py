@@ -1,0 +1,69 @@
+"""Whether the store still is where this rank entered its run, and has what readers begin with.
+
+A shell may name another server for the same URL, and a bucket or folder can be removed and made
+anew while a job writes to it. Without `run.json` and the session nobody finds what is put there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import msgspec
+
+from smdist.errors import ObjectExists, ObjectNotFound, StoreForbidden
+from smdist.identity import worker_name
+from smdist.manifest import RUN_KEY, Run, Session, session_key
+from smdist.storage.base import Store
+from smdist.workers.patience import Conflict
+
+__all__ = ["Misplaced", "Place", "Refused"]
+
+
+class Refused(Conflict):
+    """This rank has no part in the run that is there, and never will."""
+
+
+class Misplaced(Refused):
+    """The run that this rank entered is not here."""
+
+
+class Place:
+    def __init__(self, store: Store, run: Run, session: Session) -> None:
+        self._store, self._run, self._session = store, run, session
+        self._session_key = session_key(worker_name(session.rank), session.attempt)
+
+    async def is_whole(self) -> bool:
+        """False: what this rank put there when it entered was removed. Misplaced: there is another."""
+        try:
+            run = await self._store.get(RUN_KEY)
+            session = await self._store.get(self._session_key)
+        except ObjectNotFound:
+            return False
+        except StoreForbidden:  # who may write and not read has to trust
+            return True
+        self._must_be(run, Run, "run_id", self._run.run_id)
+        self._must_be(session, Session, "session", self._session.session)
+        return True
+
+    def _must_be(self, data: bytes, kind: type[msgspec.Struct], field: str, own: str) -> None:
+        try:
+            found = getattr(msgspec.json.decode(data, type=kind), field)
+        except msgspec.DecodeError:
+            found = "not readable"
+        if found != own:
+            raise Misplaced(
+                f"{self._store.url} holds another run, or another process's part of it ({field} "
+                f"{found}, not {own}): is it the place that the job wrote to?"
+            )
+
+    async def restore(self) -> None:
+        with contextlib.suppress(ObjectExists):  # another rank was quicker, or another run
+            await self._store.put(RUN_KEY, (msgspec.json.encode(self._run),), if_absent=True)
+        await self._store.put(self._session_key, (msgspec.json.encode(self._session),))
+
+    def absent(self) -> Misplaced:
+        return Misplaced(
+            f"{self._store.url} holds no run {self._run.run_id} of this rank: the job wrote to another "
+            "place of that name, or the run was removed there. Check AWS_ENDPOINT_URL, AWS_PROFILE "
+            "and the bucket; --force begins the run anew there with what is left"
+        )

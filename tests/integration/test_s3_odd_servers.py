@@ -309,9 +309,9 @@ PASSING: list[Fault] = [
 
 @pytest.mark.parametrize("fault", PASSING, ids=str)
 def test_a_hiccup_while_the_place_is_checked(bucket: str, proxy: FaultProxy, fault: Fault) -> None:
-    rule = proxy.inject(fault, for_s=2.0)
+    rule = proxy.inject(fault, times=5)
     check_writable(proxy.url(bucket))
-    assert 2 < rule.hits < 40, "asked again and again, with pauses"
+    assert rule.hits == 5, "asked until it answered"
 
 
 @pytest.mark.parametrize("fault", PASSING, ids=str)
@@ -324,7 +324,7 @@ def test_a_hiccup_that_stays_is_called_what_it_is(
         run(proxy.url(bucket), lambda store: store.check(), options)
     assert not isinstance(caught.value, StoreForbidden)
     assert "read-only" not in str(caught.value)
-    assert 2 < rule.hits < 40
+    assert 1 < rule.hits < 40, "asked again and again, with pauses"
 
 
 @pytest.mark.parametrize(

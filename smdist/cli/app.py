@@ -37,7 +37,12 @@ def recover(
         ),
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="The training process is surely gone; do not check.")
+        bool,
+        typer.Option(
+            "--force",
+            help="The training process is surely gone; do not check. If the run that is there is "
+            "another job's, store it as one more attempt of that.",
+        ),
     ] = False,
     give_up_s: Annotated[
         float, typer.Option(help="How long to try while the store refuses, in seconds.")

@@ -33,7 +33,7 @@ from smdist.errors import SmdistError
 from smdist.identity import worker_name
 from smdist.manifest import RankManifest, heartbeat_key
 from smdist.pipeline.batching import decide
-from smdist.record import Piece
+from smdist.record import End, Piece
 from smdist.storage import open_store
 from smdist.storage.base import Store
 from smdist.workers.announce import Announcer
@@ -69,6 +69,7 @@ _DEADLINE_S = (
 _SUMMARY_S = 30.0
 _MERGE_S = 60.0
 _DETACH_S = 1.0  # what takes longer once the training process is gone is done in the background
+_HEED_S = 0.2
 _FAREWELL_S = 5.0  # for a heartbeat that is being written at the end
 
 
@@ -186,10 +187,27 @@ class Uploader:
         return store, ending
 
     async def _enter(self, store: Store) -> None:
-        trusts = self._trusts
-        self._place = await enter_run(store, self._spool, self._patience, self._say, trusts=trusts)
+        trusts, say = self._trusts, self._say
+        heeding = asyncio.get_running_loop().create_task(self._heed_end())
+        try:
+            self._place = await enter_run(store, self._spool, self._patience, say, trusts=trusts)
+        finally:
+            heeding.cancel()
+            await asyncio.wait([heeding])
         info = self._info = self._spool.info
         self._intake, self._summary = Intake(info), Summary(info.session)
+
+    async def _heed_end(self) -> None:
+        """That the hook is closed counts, also while the run is not entered and nothing is read."""
+        journal, ended = JournalReader(self._spool, self._ledger.acked), False
+        try:
+            while not ended:
+                pieces = journal.read(1000)
+                ended = any(isinstance(piece.record, End) for piece in pieces)
+                await asyncio.sleep(0 if pieces else _HEED_S)
+        finally:
+            journal.close()
+        self._patience.give_up_after(self._options.drain_deadline_s)
 
     async def _open_store(self) -> Store:
         place = self._info.place or self._info.out_dir

@@ -23,7 +23,7 @@ from smdist.workers.place import Misplaced, Refused
 from smdist.workers.recover import recover
 from smdist.workers.spool import Spool
 from tests.faults.audit import assert_in_run, audit
-from tests.faults.launcher import Launcher, drained, launching, spools
+from tests.faults.launcher import Launcher, drained, launching, spools, uploaders
 from tests.faults.proxy import Answer, Fault, HalfOpen, proxied
 from tests.integration.rig import until
 from tests.integration.s3_jobs import assert_equals_copies, cli, start_job
@@ -290,6 +290,7 @@ os.kill(os.getpid(), 9)
     go.touch()
     assert started.wait() == -9, started
     (spool,) = spools(root)
+    until(lambda: not uploaders(spool), "the killed uploader to be gone")
     return spool
 
 

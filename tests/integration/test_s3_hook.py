@@ -209,9 +209,15 @@ def test_a_store_that_refuses_is_told_once_and_waited_for(
         assert trial.steps() == list(range(8))
 
 
+@pytest.mark.parametrize("entered", [True, False])
 def test_the_advice_to_recover_can_be_followed_beside_the_living_process(
-    bucket: str, proxy: FaultProxy, capfd: pytest.CaptureFixture[str], tmp_path: Path
+    bucket: str,
+    proxy: FaultProxy,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    entered: bool,
 ) -> None:
+    """`entered`: the store closes once the run has begun, else before anything is in it."""
     hook = smd.Hook(
         proxy.url(bucket),
         save_config=EVERY_STEP,
@@ -223,9 +229,11 @@ def test_the_advice_to_recover_can_be_followed_beside_the_living_process(
     )
     model = Net()
     hook.register_module(model)
-    train(model, 3)
+    if entered:
+        train(model, 3)
+        until(lambda: _usage(hook).stored_steps >= 1, "the run")
     proxy.inject(Answer(403, "AccessDenied"), method="PUT")
-    train(model, 5)
+    train(model, 5 if entered else 8)
     hook.close(timeout=0.1)
     said = ""
 

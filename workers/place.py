@@ -33,17 +33,26 @@ class Place:
         self._session_key = session_key(worker_name(session.rank), session.attempt)
 
     async def is_whole(self) -> bool:
-        """False: what this rank put there when it entered was removed. Misplaced: there is another."""
+        """False: what this rank put there when it entered was removed. Misplaced: there is another.
+
+        Where our session is, we are at home, whatever the run is called: on servers that ignore
+        conditions a slower rank may have replaced `run.json` just after we had read it.
+        """
         try:
-            run = await self._store.get(RUN_KEY)
-            session = await self._store.get(self._session_key)
-        except ObjectNotFound:
-            return False
+            run, session = await self._read(RUN_KEY), await self._read(self._session_key)
         except StoreForbidden:  # who may write and not read has to trust
             return True
-        self._must_be(run, Run, "run_id", self._run.run_id)
-        self._must_be(session, Session, "session", self._session.session)
-        return True
+        if session is not None:
+            self._must_be(session, Session, "session", self._session.session)
+        elif run is not None:
+            self._must_be(run, Run, "run_id", self._run.run_id)
+        return run is not None and session is not None
+
+    async def _read(self, key: str) -> bytes | None:
+        try:
+            return await self._store.get(key)
+        except ObjectNotFound:
+            return None
 
     def _must_be(self, data: bytes, kind: type[msgspec.Struct], field: str, own: str) -> None:
         try:

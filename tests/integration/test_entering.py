@@ -299,6 +299,11 @@ def remove_run(out_dir: Path) -> None:
 
 
 def replace_run(out_dir: Path) -> None:
+    shutil.rmtree(out_dir / "sessions")
+    rename_run(out_dir)
+
+
+def rename_run(out_dir: Path) -> None:
     run = msgspec.json.decode((out_dir / "run.json").read_bytes(), type=Run)
     other = msgspec.structs.replace(run, run_id="other")
     (out_dir / "run.json").write_bytes(msgspec.json.encode(other))
@@ -321,6 +326,18 @@ def test_a_place_without_the_run_gets_nothing(
         assert "emptied" in said[0]
         with create_trial(out_dir) as trial:
             assert trial.steps(show_incomplete_steps=True) == [1, 2]
+
+
+def test_a_run_whose_name_was_overwritten_by_a_slower_rank_is_the_same_run(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    """As happens on servers that ignore conditions, when ranks begin a run together."""
+    spool, out_dir = entered_and_left(launcher, tmp_path), tmp_path / "out"
+    rename_run(out_dir)
+    recover(spool, pytest.fail)
+    assert not spools(tmp_path / "spools")
+    with create_trial(out_dir) as trial:
+        assert trial.steps(show_incomplete_steps=True) == [0, 1, 2]
 
 
 # -- a run that is removed while the job writes to it ----------------------------------------------

@@ -22,7 +22,7 @@ from smdist.coordination.step_facts import (
     Disagreement,
     StepFacts,
     all_step_facts,
-    reached,
+    lost_at,
     step_attempts,
     step_facts,
 )
@@ -46,9 +46,9 @@ __all__ = [
     "all_step_facts",
     "expected_ranks",
     "finished",
+    "lost_at",
     "missing_ranks",
     "rank_reports",
-    "reached",
     "step_attempts",
     "step_facts",
 ]

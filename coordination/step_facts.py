@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,7 +21,7 @@ __all__ = [
     "Disagreement",
     "StepFacts",
     "all_step_facts",
-    "reached",
+    "lost_at",
     "step_attempts",
     "step_facts",
 ]
@@ -46,8 +45,8 @@ class StepFacts:
 
     `step` is the global number the lowest rank gave it. `ranks` have something of it stored,
     `absent` are expected ranks that have not closed it or dropped some of it, `dropped` those that
-    dropped some. Not `planned`: nothing was due, some script saved values of its own. A rank that is
-    known to have come further, or to have ended, chose to save none then, and is not absent.
+    dropped some. Not `planned`: nothing was due, some script saved values of its own. Whoever saved
+    none then has chosen so, and is not absent, but for a rank that was lost before it came there.
     """
 
     key: StepKey
@@ -65,15 +64,15 @@ class StepFacts:
         return not self.absent
 
 
-def reached(view: View, attempt: int, expected: Iterable[int]) -> dict[int, float]:
-    """Rank -> the greatest global step that it is known to have come to; infinite once it ended."""
+def lost_at(view: View, attempt: int, expected: Iterable[int]) -> dict[int, dict[int, int]]:
+    """Of each rank that was lost, by its uploader's word, how far it had come (`RankView.passed`)."""
     known = view.attempts.get(attempt, {})
-    found: dict[int, float] = dict.fromkeys(expected, -1)
-    for rank in found.keys() & known.keys():
-        head = known[rank].head
-        ended = head is not None and head.state == "ended"
-        found[rank] = math.inf if ended else known[rank].passed.get(GLOBAL, -1)
-    return found
+    heads = {rank: known[rank].head for rank in expected if rank in known}
+    return {
+        rank: known[rank].passed
+        for rank, head in heads.items()
+        if head is not None and head.state == "lost"
+    }
 
 
 def step_attempts(view: View, key: StepKey) -> tuple[int, ...]:
@@ -100,7 +99,7 @@ def all_step_facts(
     Of a step without recent blocks it looks at no rank: what is sealed has been looked at.
     """
     expected = tuple(expected)
-    judge = _Judge(attempt, expected, reached(view, attempt, expected))
+    judge = _Judge(attempt, expected, lost_at(view, attempt, expected))
     known, sealed = view.attempts.get(attempt, {}), view.sealed.get(attempt, NOTHING)
     if keys is None:
         log = view.drop_logs.get(attempt, NO_DROPS).steps
@@ -139,11 +138,11 @@ class _Judge:
     """Who of the expected ranks is absent from a step."""
 
     def __init__(
-        self, attempt: int, expected: tuple[int, ...], reached: Mapping[int, float]
+        self, attempt: int, expected: tuple[int, ...], lost: Mapping[int, Mapping[int, int]]
     ) -> None:
         self._attempt, self._expected = attempt, expected
         self._spans: Spans = spans_of(expected)
-        self._reached, self._all_reached = reached, min(reached.values(), default=math.inf)
+        self._lost = lost
 
     def __call__(self, key: StepKey, row: StepRow | None, drops: Mapping[int, int]) -> StepFacts:
         """`drops`: of each rank that dropped some of the step, the number it gave it."""
@@ -154,7 +153,7 @@ class _Judge:
             self._attempt,
             next(iter(numbers)),
             ranks,
-            self._absent(row, ranks, drops),
+            self._absent(key, row, ranks, drops),
             frozenset(row.layouts) if row is not None else frozenset(),
             None if len(numbers) == 1 else _disagreement(self._attempt, key, numbers),
             tuple(sorted(drops)),
@@ -162,19 +161,26 @@ class _Judge:
         )
 
     def _absent(
-        self, row: StepRow | None, ranks: tuple[int, ...], drops: Mapping[int, int]
+        self, key: StepKey, row: StepRow | None, ranks: tuple[int, ...], drops: Mapping[int, int]
     ) -> tuple[int, ...]:
         if row is not None and not row.open and not drops:
-            if row.ranks == self._spans or (not row.planned and row.step <= self._all_reached):
+            if row.ranks == self._spans:
                 return ()
-            here = set(ranks)
-            absent = tuple(rank for rank in self._expected if rank not in here)
-            if row.planned:
-                return absent
-            return tuple(rank for rank in absent if self._reached[rank] < row.step)
+            asked = self._expected if row.planned else self._lost_before(key, row)
+            here = set(ranks) if asked else ()
+            return tuple(rank for rank in asked if rank not in here)
         # A step that is not closed somewhere, or of which something was dropped, was due.
         whole = {*ranks}.difference(drops, members(row.open) if row is not None else ())
         return tuple(rank for rank in self._expected if rank not in whole)
+
+    def _lost_before(self, key: StepKey, row: StepRow) -> tuple[int, ...]:
+        """Lost, and neither by its own mode's count nor by the global one had it come there."""
+        mode, number = key
+        return tuple(
+            rank
+            for rank, passed in self._lost.items()
+            if passed.get(mode, -1) < number and passed.get(GLOBAL, -1) < row.step
+        )
 
 
 def _numbers(row: StepRow | None, drops: Mapping[int, int]) -> dict[int, Iterable[int]]:

@@ -6,7 +6,6 @@ as a trial shows it.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -17,8 +16,8 @@ from smdist.coordination.membership import (
     StepFacts,
     all_step_facts,
     expected_ranks,
+    lost_at,
     missing_ranks,
-    reached,
 )
 from smdist.coordination.merge import StepKey, View
 from smdist.coordination.status import StepReport
@@ -40,10 +39,8 @@ class StepBook:
         self._latest: dict[int, int] = {}
         self._keys: dict[int, set[StepKey]] = {}  # by attempt: to look again when its world grows
         self._expected: dict[int, tuple[int, ...]] = {}
-        # Steps that nobody planned, in order of number, and how far which rank has come: whether it
-        # chose to save nothing then is known once it has come further.
-        self._reached: dict[int, dict[int, float]] = {}
-        self._unplanned: dict[int, list[tuple[int, StepKey]]] = {}
+        # By attempt and rank: steps that nobody planned after those lack it.
+        self._lost_at: dict[int, dict[int, dict[int, int]]] = {}
         # A thousand ranks of a thousand steps: the same few sets of ranks, again and again.
         self._shared: dict[tuple[int, ...], tuple[int, ...]] = {}
         self.complete = 0
@@ -72,7 +69,8 @@ class StepBook:
             if expected != self._expected.get(attempt):
                 self._expected[attempt] = expected
                 keys = set(own)
-            keys |= self._overtaken(view, attempt)
+            if self._lost(view, attempt):
+                keys = set(own)
             if keys:
                 self._judge(view, attempt, keys)
 
@@ -80,22 +78,15 @@ class StepBook:
         """All that `view` knows, into an empty book."""
         for attempt in sorted(view.attempts):
             self._expected[attempt] = expected_ranks(view, attempt)
-            self._overtaken(view, attempt)
+            self._lost(view, attempt)
             self._judge(view, attempt, None)
 
-    def _overtaken(self, view: View, attempt: int) -> set[StepKey]:
-        """Steps nobody planned that a rank has come to, or past, since the last time."""
-        now = reached(view, attempt, self._expected[attempt])
-        before, self._reached[attempt] = self._reached.get(attempt, {}), now
-        if any(step < before.get(rank, -1) for rank, step in now.items()):
-            return set(self._keys[attempt])  # it had ended, and goes on
-        waiting, found = self._unplanned.get(attempt, []), set[StepKey]()
-        for rank, step in now.items() if waiting else ():
-            if step > before.get(rank, -1):
-                first = bisect_right(waiting, before.get(rank, -1), key=_step)
-                upto = bisect_right(waiting, step, key=_step)
-                found.update(key for _, key in waiting[first:upto])
-        return found
+    def _lost(self, view: View, attempt: int) -> bool:
+        """Whether ranks were lost since the last time, or a lost one turned out to have come further."""
+        found = lost_at(view, attempt, self._expected[attempt])
+        now = {rank: dict(passed) for rank, passed in found.items()}
+        before, self._lost_at[attempt] = self._lost_at.get(attempt, {}), now
+        return now != before
 
     def _judge(self, view: View, attempt: int, keys: set[StepKey] | None) -> None:
         found = all_step_facts(view, attempt, self._expected[attempt], keys)
@@ -104,14 +95,6 @@ class StepBook:
             old = self._facts.get(key)
             if old is None or old.attempt <= attempt:
                 self._set(key, old, facts)
-        self._wait_for(attempt, found)
-
-    def _wait_for(self, attempt: int, judged: Mapping[StepKey, StepFacts]) -> None:
-        waiting = self._unplanned.setdefault(attempt, [])
-        new = {k: f.step for k, f in judged.items() if f.absent and not f.planned}
-        if new or (waiting and not judged.keys().isdisjoint(key for _, key in waiting)):
-            kept = [(step, key) for step, key in waiting if key not in judged]
-            self._unplanned[attempt] = sorted([*kept, *((step, key) for key, step in new.items())])
 
     def _set(self, key: StepKey, old: StepFacts | None, new: StepFacts) -> None:
         share = self._shared.setdefault
@@ -177,10 +160,6 @@ def _may_come(view: View, reports: Reports, number: int, mode: ModeKeys) -> bool
             if report.pending and passed <= number:
                 return True
     return not reports
-
-
-def _step(waiting: tuple[int, StepKey]) -> int:
-    return waiting[0]
 
 
 def _number(facts: StepFacts) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from smdist.coordination.drop_log import NO_DROPS
-from smdist.coordination.membership import StepFacts, all_step_facts, expected_ranks
+from smdist.coordination.membership import StepFacts, all_step_facts, expected_ranks, lost_at
 from smdist.coordination.merge import StepKey, View, merge
 from smdist.coordination.sealed import NOTHING
 from smdist.coordination.spans import joined
@@ -36,15 +36,18 @@ def advance(
     attempts = [a for a in view.attempts if old.attempt is None or a == old.attempt]
     expected = {attempt: expected_ranks(view, attempt) for attempt in attempts}
     touched = {key for attempt, key in touched_steps(delta) if attempt in expected}
-    # Whether a rank chose to save nothing at such a step is known once it has come further.
-    touched |= {key for key, facts in old.steps.items() if facts.absent and not facts.planned}
     for attempt in attempts:
         if expected[attempt] != old.expected.get(attempt):
             # When more ranks are expected than before, what was complete may no longer be.
             log = view.drop_logs.get(attempt, NO_DROPS).steps
             touched |= view.keys(attempt).union(log, *_drops(view, attempt))
-        elif base is not None:
+            continue
+        if base is not None:
             touched |= _rebased(old.view, view, attempt)
+        ranks = expected[attempt]
+        if lost_at(view, attempt, ranks) != lost_at(old.view, attempt, ranks):
+            # They are missing at steps that nobody planned, from there on.
+            touched |= {key for key, facts in old.steps.items() if not facts.planned}
     new = replace(
         old,
         view=view,

@@ -197,14 +197,14 @@ def unplanned(number: int, block: int) -> StepEntry:
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
-        (manifest(1, entry(2)), MissingReason.LAGGING),
+        (manifest(1, entry(2)), None),
         (manifest(1, entry(2), state="lost"), MissingReason.LOST),
         (manifest(1, entry(4)), None),
         (manifest(1, entry(4), state="lost"), None),
         (manifest(1, entry(2), state="ended"), None),
     ],
 )
-def test_who_saved_nothing_where_nothing_was_due_has_chosen_so_if_it_came_further(
+def test_who_saved_nothing_where_nothing_was_due_has_chosen_so_unless_it_was_lost_before(
     other: Fact, reason: MissingReason | None
 ) -> None:
     view = fold([session(0), session(1), manifest(0, unplanned(3, 30)), other])

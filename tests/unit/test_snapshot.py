@@ -152,11 +152,12 @@ def by_definition(view: View, attempt: int, key: StepKey, expected: Iterable[int
         elif closings:
             whole.add(rank)
     step = next(iter(numbers))
-    further = {
+    lost = {
         rank
         for rank, known in view.attempts[attempt].items()
-        if known.passed.get(ModeKeys.GLOBAL.value, -1) >= step
-        or (known.head is not None and known.head.state == "ended")
+        if (known.head is not None and known.head.state == "lost")
+        and known.passed.get(ModeKeys.GLOBAL.value, -1) < step
+        and known.passed.get(key[0], -1) < key[1]
     }
     differ = Disagreement(attempt, *key, {n: tuple(of) for n, of in numbers.items()})
     return StepFacts(
@@ -164,7 +165,7 @@ def by_definition(view: View, attempt: int, key: StepKey, expected: Iterable[int
         attempt,
         step,
         tuple(ranks),
-        tuple(rank for rank in expected if rank not in (whole if due else whole | further)),
+        tuple(rank for rank in expected if rank not in whole and (due or rank in lost)),
         frozenset(layouts),
         differ if len(numbers) > 1 else None,
         tuple(dropped),

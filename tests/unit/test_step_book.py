@@ -64,7 +64,7 @@ entries = st.builds(
 
 
 @given(st.data())
-def test_steps_that_nobody_planned_are_complete_once_everybody_came_further(
+def test_a_rank_that_is_lost_is_missing_at_steps_that_nobody_planned_too(
     data: st.DataObject,
 ) -> None:
     some: list[Fact] = [

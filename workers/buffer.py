@@ -117,8 +117,7 @@ class Buffer:
         It has `written` bytes, before record `ordinal`. If it is for `values`, half of the margin is
         left to records that hold none.
         """
-        if not self._marks or self._marks[-1][1] < written:
-            self._marks.append((ordinal, written))
+        self.mark(written, ordinal)
         reserve = self.margin_bytes // 2
         room = self.limit_bytes + reserve - self.used_bytes - (written - self._stored)
         if room >= need:
@@ -127,6 +126,11 @@ class Buffer:
             granted = need if not values and room + reserve >= need else 0
         self._granted = written + granted
         return granted
+
+    def mark(self, written: int, ordinal: int) -> None:
+        """The journal has `written` bytes, before record `ordinal`: free once all below it is stored."""
+        if not self._marks or self._marks[-1][1] < written:
+            self._marks.append((ordinal, written))
 
     def retire(self, ordinal: int) -> None:
         """Pin what was cut from the strip with the last record so far, give back the rest."""

@@ -406,6 +406,8 @@ class Capture(Generic[T]):
         """The buffer is full: do what `on_full` says, until `take` succeeds. A text is the reason to
         drop."""
         self._buffer.retire(self._journal.next_ordinal - 1)
+        # What the journal has by now counts until it is stored, and not until it grows again.
+        self._buffer.mark(self._journal.written, self._journal.next_ordinal)
         self._buffer.reclaim(self._ledger.acked)
         spot = take()
         if spot is not None:

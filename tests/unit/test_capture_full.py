@@ -306,3 +306,17 @@ def test_beyond_its_limit_no_step_looks_whole(
     assert 100 in dropped, "the step that goes on would look whole"
     (note,) = [r.message for r in records if isinstance(r, Trouble)]
     assert "steps 2 to 100" in note
+
+
+def test_a_long_declaration_counts_until_it_is_stored_and_no_longer(rig: Rig) -> None:
+    """It takes most of what the journal may have; a tensor as large as the buffer comes next."""
+    rig.start(buffer_bytes=1 << 20, on_full="drop")
+    names = [f"{number:05d}-" + "n" * 60 for number in range(3000)]
+    small = np.zeros(1)
+    many = plan_part([Wanted(n, dtype_code(small.dtype), (1,), small.nbytes, RAW) for n in names])
+    whole = np.zeros(1_000_000 // 8)
+    rig.capture.begin(step(0))
+    assert rig.capture.save(many, [small] * len(names))
+    assert not rig.capture.save(plan_of("whole", whole), [whole])
+    rig.store()
+    assert rig.capture.save(plan_of("whole", whole), [whole])

@@ -317,6 +317,6 @@ def test_a_long_declaration_counts_until_it_is_stored_and_no_longer(rig: Rig) ->
     whole = np.zeros(1_000_000 // 8)
     rig.capture.begin(step(0))
     assert rig.capture.save(many, [small] * len(names))
-    assert not rig.capture.save(plan_of("whole", whole), [whole])
     rig.store()
-    assert rig.capture.save(plan_of("whole", whole), [whole])
+    assert rig.capture.save(plan_of("whole", whole), [whole]), "nothing waits any more"
+    assert not rig.capture.save(plan_of("again", whole), [whole])

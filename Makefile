@@ -40,7 +40,7 @@ EDITABLE := --no-build-isolation --editable
 
 help:
 	@echo "make demo         capture a small distributed job and ask which rank went wrong"
-	@echo "make test         all tests but TensorFlow's       (ARGS=... goes to pytest)"
+	@echo "make test         all tests but those two below    (ARGS=... goes to pytest)"
 	@echo "make check        ruff, mypy --strict, import-linter"
 	@echo "make format       let ruff rewrite what it can"
 	@echo "make bench        what capture costs, beside other tools; 40 min, QUICK=1: 5 min"
@@ -58,11 +58,11 @@ setup: $(VENV)/smdist.stamp
 demo: setup
 	@$(BIN)/python -m examples.demo $(ARGS)
 
-# TensorFlow has environments of its own: make test-tensorflow.
+# TensorFlow and Horovod have environments of their own: make test-tensorflow, make test-horovod.
 test: setup
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile \
 	  --ignore-glob="tests/integration/test_keras_*" \
-	  --ignore=tests/integration/test_session_hook.py $(ARGS)
+	  --ignore=tests/integration/test_session_hook.py --ignore=tests/horovod $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .

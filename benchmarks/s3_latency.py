@@ -135,7 +135,7 @@ def rows_of(model: str, found: dict[str, list[Ran]]) -> list[Row]:
         rows.append(Row(f"{base}: {name} / {LOCAL}", median(pairs), "x", spread=spread))
     for name in (LOCAL, REMOTE):
         firsts = [one.first for one in found[name]]
-        note = "once: the rank enters the run, the buffer is made, the uploader started"
+        note = "once: the buffer is made, the uploader started"
         spread = (min(firsts), max(firsts))
         what = f"{base}: first saved step, {name}"
         rows.append(Row(what, median(firsts), "ms", None, None, note, spread))

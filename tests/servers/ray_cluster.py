@@ -54,11 +54,12 @@ def environment(**more: str) -> dict[str, str]:
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
-    # A node is missed after seconds, not after half a minute.
+    # A killed node refuses connections and is missed after seconds. One that only takes long to
+    # answer, on a machine that stands still for a while, is not: its head would end itself.
     hasty = {
         "RAY_health_check_initial_delay_ms": "1000",
         "RAY_health_check_period_ms": "500",
-        "RAY_health_check_timeout_ms": "2000",
+        "RAY_health_check_timeout_ms": "60000",
         "RAY_health_check_failure_threshold": "3",
     }
     return {**inherited, **quiet, **hasty, **more}
@@ -184,7 +185,11 @@ class Driver:
                 text=True,
                 env=environment(PYTHONWARNINGS="ignore"),
             )
-        self._answer()
+        try:
+            self._answer()
+        except BaseException:
+            self.leave()
+            raise
 
     def __call__(self, what: str, **values: Any) -> Any:
         assert self.process.stdin is not None

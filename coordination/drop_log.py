@@ -179,7 +179,10 @@ def made_batch(attempt: int, content: Content, prefix: str) -> tuple[DropBatch, 
 
 def from_json(data: bytes) -> Content:
     """ValueError when `data` is no batch."""
-    stored = msgspec.json.decode(data, type=_Stored)
+    try:
+        stored = msgspec.json.decode(data, type=_Stored)
+    except msgspec.DecodeError as error:  # no ValueError in older versions of msgspec
+        raise ValueError(f"not a batch of drops: {error}") from error
     return {
         rank: tuple(dropped_of(row, stored.texts) for row in rows) for rank, rows in stored.ranks
     }

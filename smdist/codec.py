@@ -171,7 +171,14 @@ def parse_header(data: bytes | memoryview) -> Header:
     """Read back a header. `data` holds at least the header; ValueError when it does not."""
     if len(data) < _LENGTH.size or len(data) < (size := header_length(data)):
         raise ValueError("not a whole safetensors header")
-    items = msgspec.json.decode(bytes(data[_LENGTH.size : size]), type=dict[str, msgspec.Raw])
+    try:
+        return _parse(bytes(data[_LENGTH.size : size]), size)
+    except msgspec.DecodeError as error:  # no ValueError in older versions of msgspec
+        raise ValueError(f"not a safetensors header: {error}") from error
+
+
+def _parse(text: bytes, size: int) -> Header:
+    items = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
     raw_metadata = items.pop("__metadata__", None)
     entries = []
     for name, raw in items.items():

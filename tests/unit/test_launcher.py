@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 from zipfile import ZipFile
 
 import msgspec
@@ -45,8 +46,9 @@ def test_a_place_keeps_its_server() -> None:
 @pytest.mark.parametrize("name", ["interval_s", "lost_after_s", "lagging_after_s", "lease_s"])
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
 def test_settings_are_checked(name: str, value: float) -> None:
+    given: dict[str, Any] = {name: value}
     with pytest.raises(ConfigurationError, match=name):
-        msgspec.structs.replace(Settings("jobs"), **{name: value})
+        Settings("jobs", **given)
 
 
 # -- addresses -----------------------------------------------------------------------------------

@@ -244,15 +244,15 @@ class Capture(Generic[T]):
         """The uploader's process once it has stored something, else 0."""
         return self._ledger.uploader_pid if self._ledger.acked else 0
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether this thread is at work in here: asked by a signal handler, which has to wait."""
+        return self._room._is_owned()  # type: ignore[attr-defined, no-any-return]
+
     def close(self) -> None:
-        # By a signal handler, in the middle of a save of this very thread: that goes on afterwards, and
-        # the memory it writes to has to be there.
-        within = self._room._is_owned()  # type: ignore[attr-defined]
         with self._lock:
             self._ended = True
             self._warmer.stop()
-            if within:
-                return
             self._journal.close()
             self._doorbell.close()
             self._buffer.close()

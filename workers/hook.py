@@ -37,6 +37,8 @@ CLOSE_TIMEOUT_S = 600.0
 class BaseHook(HookParts[T]):
     """See the framework's own class for construction and registering."""
 
+    _postponed: tuple[str, float | None] | None = None
+
     def _set_up(
         self,
         config: HookConfig,
@@ -102,6 +104,8 @@ class BaseHook(HookParts[T]):
 
     def _attend(self) -> None:
         """A step began, and the clock was told to say so."""
+        if self._postponed is not None:
+            self._end("")
         if not self._active:
             return
         clock, planner = self._clock, self._planner
@@ -216,6 +220,9 @@ class BaseHook(HookParts[T]):
     ) -> None:
         if not self._active or not self._outlet.probe():
             return
+        if self._outlet.interrupted:
+            self._log.warning("%s is not saved: a signal handler interrupted another save", name)
+            return
         clock = self._clock
         try:
             if clock.step_on == "manual" and not clock.in_step and clock.begin():
@@ -240,11 +247,19 @@ class BaseHook(HookParts[T]):
         capture = self._outlet.capture
         if capture is None:
             return True
+        if (
+            capture.interrupted
+        ):  # asked by a signal handler: what it interrupted cannot be waited for
+            return False
         capture.flush()
         return capture.drain(self._close_timeout_s if timeout is None else timeout)
 
     def close(self, timeout: float | None = None) -> None:
-        """Wait until everything is stored (`timeout` seconds at most) and let go of the model."""
+        """Wait until everything is stored (`timeout` seconds at most) and let go of the model.
+
+        A signal handler that interrupts a save cannot wait for it: the hook is closed as soon as the
+        next step begins, or when the process exits, whichever is first.
+        """
         self._end("", timeout)
 
     def __enter__(self) -> Self:
@@ -273,6 +288,11 @@ class BaseHook(HookParts[T]):
     def _end(self, reason: str, timeout: float | None = None) -> None:
         if not self._active:
             return
+        if self._outlet.interrupted:
+            self._postponed, self._clock.due = (reason, timeout), AT_ONCE
+            return
+        if self._postponed is not None:
+            reason, timeout = self._postponed
         left = ""
         try:
             self._values.release_all()

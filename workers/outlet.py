@@ -170,6 +170,11 @@ class Outlet(Generic[T]):
     def capture(self) -> Capture[T] | None:
         return self._capture
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether who asks is a signal handler in the middle of a save of this very thread."""
+        return self._capture is not None and self._capture.interrupted
+
     def check(self) -> None:
         """Raise now, leaving nothing behind, what `open` would raise of the places that were given."""
         config, identity = self._config, self.identity

@@ -6,9 +6,11 @@ import json
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ import torch
 from torch import nn
 
 import smdist.pytorch as smd
+from smdist import kernel
+from smdist.coordination.membership import RankStatus
 from smdist.errors import (
     ConfigurationError,
     InvalidCollectionConfiguration,
@@ -591,3 +595,62 @@ def test_a_process_that_leaves_within_a_step_says_so(tmp_path: Path, when: str) 
         assert trial.steps() == [0]
         assert report.reason == "the process ended within step 1"
         assert str(trial.missing(1)[0]) == "ended within the step"
+
+
+def interrupt_a_copy(monkeypatch: pytest.MonkeyPatch, handler: Callable[[], object]) -> None:
+    """A signal comes in the middle of the next save of this thread."""
+    copy = kernel.copy
+
+    def interrupted(*args: Any) -> None:
+        monkeypatch.setattr(kernel, "copy", copy)
+        before = signal.signal(signal.SIGUSR1, lambda *_: handler())
+        signal.raise_signal(signal.SIGUSR1)
+        signal.signal(signal.SIGUSR1, before)
+        copy(*args)
+
+    monkeypatch.setattr(kernel, "copy", interrupted)
+
+
+@pytest.mark.parametrize("then", ["a step", "close"])
+def test_closed_by_a_signal_handler_within_a_save_it_ends_after_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    net, run = Net(), tmp_path / "run"
+    with hooked(run, save_all=True) as hook:
+        hook.register_module(net)
+        train(net, 2)
+        interrupt_a_copy(monkeypatch, hook.close)
+        train(net, 1)
+        assert hook.usage() is not None, "it goes on with what was interrupted"
+        if then == "a step":
+            train(net, 2)
+        else:
+            hook.close()
+        assert hook.usage() is None
+        train(net, 2)
+    with smd.create_trial(run) as trial:
+        assert trial.steps() == trial.steps(show_incomplete_steps=True) == [0, 1, 2]
+        assert trial.ranks()[0].status is RankStatus.ENDED
+
+
+def test_what_a_signal_handler_asks_for_within_a_save_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    net, run = Net(), tmp_path / "run"
+    flushed: list[bool] = []
+
+    def handler() -> None:
+        hook.save_scalar("within", 1.0)
+        flushed.append(hook.flush(timeout=60.0))
+
+    with hooked(run, save_all=True) as hook:
+        hook.register_module(net)
+        interrupt_a_copy(monkeypatch, handler)
+        train(net, 2)
+        hook.save_scalar("after", 1.0)
+    assert flushed == [False]
+    assert "scalar/within is not saved" in caplog.text
+    with smd.create_trial(run) as trial:
+        assert trial.steps() == [0, 1]
+        assert "scalar/after" in trial.tensor_names()
+        assert "scalar/within" not in trial.tensor_names()

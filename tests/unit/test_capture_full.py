@@ -320,27 +320,3 @@ def test_a_long_declaration_counts_until_it_is_stored_and_no_longer(rig: Rig) ->
     rig.store()
     assert rig.capture.save(plan_of("whole", whole), [whole]), "nothing waits any more"
     assert not rig.capture.save(plan_of("again", whole), [whole])
-
-
-def test_closed_by_a_signal_handler_within_a_save_it_writes_to_memory_that_is_there(
-    rig: Rig,
-) -> None:
-    class Interrupted(NumpyHost):
-        armed = False
-
-        def address(self, tensor: Array) -> int:
-            if self.armed:
-                self.armed = False
-                capture.close()  # as a handler would, in the thread of the save
-            return super().address(tensor)
-
-    host = Interrupted()
-    rig.start(host, buffer_bytes=1 << 20)
-    capture = rig.capture
-    plan, arena = plan_of("large", LARGE), rig.spool.path / "arena-0"
-    capture.begin(step(0))
-    assert capture.save(plan, [LARGE])
-    host.armed = True
-    capture.save(plan, [LARGE + 1])
-    assert (LARGE + 1).tobytes() in arena.read_bytes()
-    assert not capture.save(plan, [LARGE]), "it is closed"

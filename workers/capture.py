@@ -36,8 +36,8 @@ from smdist.workers.host import Host, Wait
 from smdist.workers.journal import JournalFileFull, JournalWriter
 from smdist.workers.ledger import Ledger
 from smdist.workers.part import INLINE_BYTES, PartPlan
+from smdist.workers.records import JournalRoomTaken, Records
 from smdist.workers.spool import Doorbell, Spool
-from smdist.workers.unwritten import Unwritten
 from smdist.workers.warmer import Warmer
 
 __all__ = ["Capture", "CaptureLimits", "Usage"]
@@ -49,9 +49,7 @@ Stamp = tuple[int, int, int, float]
 _STEPS_AHEAD = 3  # warm room for so many steps of the size last seen
 _MOST_TROUBLES = 100
 _PATIENCE_S = 2.0  # a longer wait for room is told to the user
-_AGAIN_S = 0.5  # between two tries to make a journal file where there was no room
 _LAST_CHANCE_S = 10.0  # at the end, for room to appear, once nothing else is waited for
-_MOST_UNWRITTEN = 1 << 20
 _MOST_REASONS = 5  # to drop, told to the user
 
 
@@ -77,10 +75,6 @@ class Usage(NamedTuple):
     pending_records: int
 
 
-class _BufferFullError(Exception):
-    """The limit leaves no room in the journal."""
-
-
 class Capture(Generic[T]):
     def __init__(
         self, spool: Spool, host: Host[T], limits: CaptureLimits, say: Callable[[str], None]
@@ -91,18 +85,11 @@ class Capture(Generic[T]):
         self._ledger = Ledger(spool.path / "ledger")
         self._doorbell = Doorbell(spool)
         self._buffer = Buffer(spool, limits.buffer_bytes, say)
-        self._unwritten = Unwritten(
-            min(self._buffer.margin_bytes // 2, _MOST_UNWRITTEN), self._journal.size_of
-        )
-        self._obstacle = ""  # what keeps these from being written; empty: there are none
-        self._refusal: type[Exception] = _BufferFullError  # of what kind it is
-        self._tried = (-1, 0.0)  # how far the store was when they were last tried, and until when
-        self._make_journal_room(())
+        self._records = Records(self._journal, self._buffer, self._ledger, self._doorbell)
         self._warmer = Warmer(self._buffer)
         self._deferred = Deferred(lambda error: self.trouble(f"device copy failed: {error}"))
         self._lock = threading.RLock()
         self._room = threading.Condition(self._lock)
-        self._kinds: dict[PartPlan, int] = {}
         self._scratch = bytearray(INLINE_BYTES)
         self._scratch_address = kernel.address_of(self._scratch)
         self._ref: StepRef | None = None
@@ -205,14 +192,14 @@ class Capture(Generic[T]):
         last_chance = time.monotonic() + _LAST_CHANCE_S
         if not self._deferred.join(timeout_s):
             return False
-        while (behind := self._ledger.acked < self._journal.next_ordinal) or self._unwritten:
+        while (behind := self._ledger.acked < self._journal.next_ordinal) or self._records.kept:
             now = time.monotonic()
             if behind:
                 last_chance = now + _LAST_CHANCE_S
             if now > (deadline if behind else min(deadline, last_chance)):
                 return False
             with self._lock:
-                self._write_kept()
+                self._records.write_kept()
             self._doorbell.ring()
             progress(self.usage(), self._ledger.trouble)
             time.sleep(0.02)
@@ -231,13 +218,13 @@ class Capture(Generic[T]):
             dropped_bytes=self._dropped_bytes,
             blocked_s=self._blocked_s,
             troubles=sum(self._troubles.values()),
-            pending_records=self._journal.next_ordinal - ledger.acked + len(self._unwritten),
+            pending_records=self._journal.next_ordinal - ledger.acked + self._records.kept,
         )
 
     @property
     def unwritten(self) -> str:
         """Why the journal lacks its last records, empty if it has them all."""
-        return self._obstacle if self._unwritten else ""
+        return self._records.obstacle if self._records.kept else ""
 
     @property
     def uploader(self) -> int:
@@ -283,7 +270,7 @@ class Capture(Generic[T]):
         Backward brings them one by one, each with the processor's caches full of other things:
         what counts here is how little code runs.
         """
-        kind, address = self._kinds.get(plan), self._host.address(tensor)
+        kind, address = self._records.kinds.get(plan), self._host.address(tensor)
         if kind is None or not address:
             return False
         journal, strip, nbytes = self._journal, self._buffer.strip, plan.nbytes
@@ -343,7 +330,7 @@ class Capture(Generic[T]):
                 raise
             if isinstance(outcome, str):
                 self._buffer.give_back(spot)
-                self._append(self._dropped(stamp, plan, outcome))
+                self._records.append(self._dropped(stamp, plan, outcome))
                 return False
             self._buffer.pin(spot, outcome)
             self._captured_bytes += plan.nbytes
@@ -476,44 +463,11 @@ class Capture(Generic[T]):
         if self._deferred.pending:
             self._deferred.submit((), lambda: self._append_locked(record))
         else:
-            self._append(record)
+            self._records.append(record)
 
     def _append_locked(self, record: Record) -> None:
         with self._lock:
-            self._append(record)
-
-    def _append(self, record: Record) -> None:
-        """Append a record that is kept until there is room, should there be none."""
-        try:
-            if not self._obstacle or self._write_kept():
-                self._append_alone(record)
-                return
-        except (_BufferFullError, SpoolUnavailable) as error:
-            self._obstacle, self._refusal = str(error), type(error)
-        self._unwritten.keep(record)
-        self._kinds.clear()  # nothing overtakes it
-
-    def _append_alone(self, record: Record) -> None:
-        try:
-            self._journal.append(record)
-        except JournalFileFull:
-            self._make_journal_room((record,))
-            self._journal.append(record)
-
-    def _append_of(
-        self, plan: PartPlan, record_of: Callable[[int], Record], *, values: bool = False
-    ) -> int:
-        """Append a record of a part, declaring its kind first if this file does not know it.
-
-        Where there is no room for it, _BufferFullError and SpoolUnavailable say why.
-        """
-        if self._obstacle and not self._write_kept():
-            raise self._refusal(self._obstacle)
-        try:
-            return self._append_declared(plan, record_of)
-        except JournalFileFull:
-            self._make_journal_room((plan.declaration(0), record_of(0)), values=values)
-            return self._append_declared(plan, record_of)
+            self._records.append(record)
 
     def _append_or_wait(
         self,
@@ -525,64 +479,19 @@ class Capture(Generic[T]):
     ) -> int | str:
         """The ordinal of a part's record, or the reason to drop the part."""
         try:
-            return self._append_of(plan, record_of, values=values)
+            return self._records.append_of(plan, record_of, values=values)
         except SpoolUnavailable as error:
             return str(error)
-        except _BufferFullError:
+        except JournalRoomTaken:
             pass
 
         def append() -> int | None:
             try:
-                return self._append_of(plan, record_of, values=values)
-            except _BufferFullError:
+                return self._records.append_of(plan, record_of, values=values)
+            except JournalRoomTaken:
                 return None
 
         try:
             return self._wait_for_room(stamp[2], plan.nbytes, append)
         except SpoolUnavailable as error:
             return str(error)
-
-    def _make_journal_room(self, records: tuple[Record, ...], *, values: bool = False) -> None:
-        journal, buffer = self._journal, self._buffer
-        need = journal.size_of(records)
-        buffer.reclaim(self._ledger.acked)
-        granted = buffer.grant(need, journal.written, journal.next_ordinal, values=values)
-        if granted < need:
-            raise _BufferFullError(f"the buffer of {buffer.limit_bytes} bytes was full")
-        if not journal.fits(need):
-            try:
-                journal.make_room(records)
-            except OSError as error:
-                raise SpoolUnavailable(f"cannot go on with the journal: {error}") from error
-            self._kinds.clear()
-        journal.allow(granted)
-
-    def _write_kept(self) -> bool:
-        """Whether all records that found no room are written by now."""
-        if not self._unwritten:
-            self._obstacle = ""
-            return True
-        acked, now = self._ledger.acked, time.monotonic()
-        if acked == self._tried[0] and now < self._tried[1]:
-            return False
-        self._tried = (acked, now + _AGAIN_S)
-        records = self._unwritten.records()
-        try:
-            self._make_journal_room(records)
-        except (_BufferFullError, SpoolUnavailable) as error:
-            self._obstacle, self._refusal = str(error), type(error)
-            return False
-        for record in records:
-            self._journal.append(record)
-        self._unwritten.clear()
-        self._obstacle = ""
-        self._doorbell.ring()
-        return True
-
-    def _append_declared(self, plan: PartPlan, record_of: Callable[[int], Record]) -> int:
-        kind = self._kinds.get(plan)
-        if kind is None:
-            kind = len(self._kinds)
-            self._journal.append(plan.declaration(kind))
-            self._kinds[plan] = kind
-        return self._journal.append(record_of(kind))

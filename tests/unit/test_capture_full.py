@@ -17,6 +17,7 @@ from smdist.manifest import Run, Session
 from smdist.planning import TensorPlan
 from smdist.record import Close, Drop, End, Flush, Inline, Part, Record, TensorSpec, Trouble
 from smdist.workers import capture as capture_module
+from smdist.workers import records
 from smdist.workers.capture import Capture, CaptureLimits
 from smdist.workers.host import NumpyHost
 from smdist.workers.journal import FILE_BYTES, JournalReader
@@ -124,7 +125,7 @@ def test_a_full_disk_under_the_journal_drops_until_there_is_room(
     on_full: str,
     what: str,
 ) -> None:
-    monkeypatch.setattr(capture_module, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(records, "_AGAIN_S", 0.0)
     rig = rig_on_small_disk
     rig.start(buffer_bytes=1 << 30, on_full=on_full)
     begun = 0

@@ -3,7 +3,8 @@
 A rank's manifests are numbered without gaps, so the next one is asked for by its key: one small
 request, "not found" most of the time when nothing is new. A rank is asked when its next manifest is
 to be expected, by how often it wrote so far; one that is silent is asked less and less often, also
-one that was lost, since its buffer may be recovered; one that has ended never again. Who takes part is in the listing of `sessions/`, now and
+one that was lost, since its buffer may be recovered; one that has ended never again. What has piled up
+is listed, and read by spans (`rolling.py`). Who takes part is in the listing of `sessions/`, now and
 then. `hint` makes a rank due at once.
 
 Runs on one event loop; one `poll` at a time. What is found is handed to `take`, one fact at a
@@ -15,14 +16,18 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import count, takewhile
 from typing import TypeVar
 
 import msgspec
 
+from smdist.coordination.backlog import Stretch, all_of, read_in_order
 from smdist.coordination.membership import Heard
 from smdist.coordination.merge import Fact, View
+from smdist.coordination.rolling import Span, cover
 from smdist.coordination.track import Rhythm, Track, track_of
 from smdist.errors import ObjectNotFound, SmdistError
 from smdist.identity import worker_rank
@@ -30,6 +35,7 @@ from smdist.layout import Layout
 from smdist.manifest import (
     Heartbeat,
     RankManifest,
+    RankSpan,
     RankSummary,
     Session,
     heartbeat_key,
@@ -50,6 +56,7 @@ _SESSION = re.compile(r"sessions/worker_(\d+)/(\d+)\.json")
 _SUMMARY = re.compile(r"summaries/worker_(\d+)/(\d+)\.json")
 _MOST_WINDOW = 16  # manifests of a rank asked for at once, when it has a backlog
 _MOST_AT_ONCE = 64  # manifests of a rank in one poll: snapshots go on while a backlog is read
+_MOST_BY_SPANS = 4096  # likewise, where one request is for many
 _MOST_IN_POLL = 8192  # and of all; who got no turn is first in the next
 _MOST_SEEK_S = 3600.0
 _MOST_ERRORS = 8  # in a poll, without a success: the store is down, the rest need not try
@@ -189,6 +196,13 @@ class Follow:
         self._errors = 0
         return msgspec.json.decode(data, type=kind)
 
+    async def _list(self, prefix: str, after: str) -> Sequence[str]:
+        try:
+            return await self.store.list(prefix, after=after)
+        except (SmdistError, OSError):
+            self._errors += 1
+            raise
+
     # -- who takes part --------------------------------------------------------------------------
 
     async def discover(self, found: Found) -> None:
@@ -238,7 +252,9 @@ class Follow:
         self.take(session)
         found.sessions += 1
         now = self.now()
-        self.tracks[owner] = Track(*owner, heard_at=now, seen_at=session.started)
+        self.tracks[owner] = Track(
+            *owner, heard_at=now, seen_at=session.started, session=session.session
+        )
 
     async def _load_summaries(self, fresh: Mapping[Owner, str], found: Found) -> None:
         """One request for each rank that had ended before we came."""
@@ -257,7 +273,7 @@ class Follow:
         if summary is None or not summary.whole:
             return
         session, now = summary.session, self.now()
-        track = Track(session.attempt, session.rank, heard_at=now)
+        track = Track(session.attempt, session.rank, heard_at=now, session=session.session)
         if not key.endswith(f"{track.worker}/{track.attempt:06d}.json"):
             return
         self.take(session)
@@ -273,8 +289,11 @@ class Follow:
             return
         first = track.seq
         try:
-            while await self._window(track, found):
-                if track.final or track.seq - first >= _MOST_AT_ONCE:
+            more = True
+            while more and track.seq - first < _MOST_AT_ONCE:
+                behind = track.behind(self.now(), _MOST_WINDOW)
+                more = await (self._pile if behind else self._window)(track, found)
+                if track.final:
                     break
         except (SmdistError, OSError) as error:
             self.troubles[track.key(0)] = f"{track.worker} cannot be read: {error}"
@@ -293,7 +312,7 @@ class Follow:
             read = [await self._manifest(track, first)]
         else:
             reads = [self._manifest(track, seq) for seq in range(first, first + window)]
-            read = await _together(reads)
+            read = await all_of(reads)
         for manifest in read:
             # Behind a gap there may be one that was written while we asked: it is asked for again.
             if manifest is None or track.ended:
@@ -309,6 +328,38 @@ class Follow:
         more = track.seq == first + window and (track.hinted >= track.seq or expected_at <= now)
         track.window = min(2 * window, _MOST_WINDOW) if more else 1
         return more
+
+    async def _pile(self, track: Track, found: Found) -> bool:
+        """Read what has piled up, in few requests; whether that is all of it."""
+        first, most = track.seq, track.seq + _MOST_BY_SPANS
+
+        def take(manifests: Sequence[RankManifest]) -> bool:
+            for manifest in manifests:
+                self._took(track, manifest, found)
+            return track.seq < most and found.manifests < _MOST_IN_POLL and not track.final
+
+        keys = set(await self._list(track.prefix, after=track.key(first - 1) if first else ""))
+        there = list(takewhile(lambda seq: track.key(seq) in keys, count(first)))
+        await read_in_order(cover(there), partial(self._of_span, track), take)
+        track.listed = True
+        if track.seq == first:
+            track.hinted = -1
+        else:
+            track.after_success(self.now(), self.rhythm)
+        whole = track.seq - first >= len(there) or track.torn
+        track.window = 1 if whole else _MOST_WINDOW
+        return whole
+
+    async def _of_span(self, track: Track, span: Span) -> Sequence[RankManifest] | None:
+        if span.length == 1:
+            manifest = await self._manifest(track, span.first)
+            return None if manifest is None else (manifest,)
+        stretch = Stretch(track.attempt, track.rank, track.session, span)
+        try:
+            made = await self._get(stretch.key, RankSpan)
+        except msgspec.DecodeError:
+            return None  # its parts say the same
+        return None if made is None else stretch.found(made)
 
     async def _manifest(self, track: Track, seq: int) -> RankManifest | None:
         key = track.key(seq)
@@ -365,14 +416,19 @@ class Follow:
         """Pass over a manifest that is not there or makes no sense, if there are later ones."""
         track.seek_s = min(max(2 * track.seek_s, self.rhythm.seek_s), _MOST_SEEK_S)
         track.seek_due_at = self.now() + track.seek_s
-        prefix = f"manifests/{track.worker}/{track.attempt:06d}-"
+        before = track.key(track.seq - 1) if track.seq else ""
         try:
-            keys = await self.store.list(prefix, after=track.key(track.seq))
+            keys = await self._list(track.prefix, after=before)
         except (SmdistError, OSError):
             return
+        if keys and keys[0] == track.key(track.seq):
+            if not track.torn:  # it was written a moment ago
+                await self._read(track, found)
+                return
+            keys = keys[1:]
         if not keys:
             return
-        seq = int(keys[0].removeprefix(prefix).removesuffix(".json"))
+        seq = int(keys[0].removeprefix(track.prefix).removesuffix(".json"))
         self.troubles[track.key(track.seq)] = f"{track.key(track.seq)} was passed over"
         track.seq, track.torn, track.seek_s = seq, False, 0.0
         await self._read(track, found)
@@ -402,13 +458,3 @@ class Follow:
             return None
         self.troubles.pop(key, None)
         return value
-
-
-async def _together(reads: Iterable[Awaitable[T]]) -> list[T]:
-    """Results in order; when one fails, after all have ended."""
-    found: list[T] = []
-    for result in await asyncio.gather(*reads, return_exceptions=True):
-        if isinstance(result, BaseException):
-            raise result
-        found.append(result)
-    return found

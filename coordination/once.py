@@ -106,6 +106,10 @@ class _Quick(Follow):
     def _beat_due(self, track: Track, now: float) -> bool:
         return not track.final and super()._beat_due(track, now)
 
+    def _stuck(self, track: Track) -> bool:
+        """Nobody waits here for a rank to be silent: what lies behind a gap is asked for at once."""
+        return not track.final and (track.seek_s == 0.0 or self.now() >= track.seek_due_at)
+
 
 def _quick(
     concurrency: int,

@@ -57,6 +57,7 @@ class Bearing(msgspec.Struct, frozen=True, array_like=True):
     beaten_at: float
     seen_at: float
     lost: bool = False
+    session: str = ""
 
 
 class Asked(msgspec.Struct, frozen=True, array_like=True):
@@ -149,6 +150,7 @@ class Shard:
                 beaten_at=at.beaten_at,
                 seen_at=at.seen_at,
                 lost=at.lost,
+                session=at.session,
             )
         return _Share(asked.life, follow, facts=facts)
 
@@ -289,6 +291,7 @@ class ShardedFollow(Follow):
                 track.beaten_at,
                 track.seen_at,
                 track.lost,
+                track.session,
             )
             for track in self.tracks.values()
             if track.rank % len(self._seats) == index
@@ -299,7 +302,8 @@ class ShardedFollow(Follow):
         for session in told.sessions:
             self.take(session)
             owner = (session.attempt, session.rank)
-            self.tracks.setdefault(owner, Track(*owner, heard_at=now, seen_at=session.started))
+            track = Track(*owner, heard_at=now, seen_at=session.started)
+            self.tracks.setdefault(owner, track).session = session.session
         for manifest in told.manifests:
             self.take(manifest)
             owner = (manifest.attempt, manifest.rank)

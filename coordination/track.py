@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Rhythm", "Track", "track_of"]
 
+_OLD_S = 60.0  # a rank that began earlier has written more than a few
+
 
 @dataclass(frozen=True)
 class Rhythm:
@@ -61,6 +63,8 @@ class Track:
     lost: bool = False  # it is final, by the word of its uploader: a recovery may add to it
     alive_at: float = 0.0  # newest sign of life, by our clock
     met_at: float = 0.0  # by our clock
+    session: str = ""  # whose manifests they are, if that is known
+    listed: bool = False  # once, since we came: they may have piled up before
 
     def __post_init__(self) -> None:
         self.alive_at = max(self.alive_at, self.heard_at)
@@ -74,8 +78,22 @@ class Track:
     def worker(self) -> str:
         return worker_name(self.rank)
 
+    @property
+    def prefix(self) -> str:
+        return f"manifests/{self.worker}/{self.attempt:06d}-"
+
     def key(self, seq: int) -> str:
         return manifest_key(self.worker, self.attempt, seq)
+
+    def behind(self, now: float, many: int) -> bool:
+        """Whether so many manifests are expected that it is worth listing them.
+
+        Of a rank whose session is not known no span is believed, so a listing saves nothing.
+        """
+        if self.final or not self.session:
+            return False
+        old = self.seq == 0 and now - self.seen_at >= _OLD_S
+        return (old and not self.listed) or max(self.window, self.hinted - self.seq + 1) >= many
 
     def took(self, manifest: RankManifest, now: float) -> None:
         self.seq = manifest.seq + 1
@@ -126,6 +144,7 @@ def track_of(attempt: int, rank: int, known: RankView, now: float) -> Track:
         track.seen_at = max(track.seen_at, track.beaten_at)
     if known.session is not None:
         track.seen_at = max(track.seen_at, known.session.started)
+        track.session = known.session.session
     if known.seen and known.seen[-1][1] != track.seq:
         # What is lacking is asked for once more, and passed over at once if it is still not there.
         track.final, track.torn = False, True

@@ -8,6 +8,7 @@
     manifests/<worker>/<attempt>-<seq>.json      RankManifest  the commit point of a rank
     heartbeats/<worker>/<attempt>.json           Heartbeat     every few seconds, overwritten in place
     thinned/<worker>/<attempt>.json              Thinned       when a budget changed what is saved
+    spans/<worker>/<attempt>-<first>-<upto>.json RankSpan      after every 16th manifest; may be missing
     summaries/<worker>/<attempt>.json            RankSummary   after the last manifest; may be missing
 
 A rank writes only its own keys (`run.json` and `layouts/` have the same bytes whoever writes them
@@ -31,6 +32,7 @@ __all__ = [
     "Dropped",
     "Heartbeat",
     "RankManifest",
+    "RankSpan",
     "RankState",
     "RankSummary",
     "Run",
@@ -44,6 +46,7 @@ __all__ = [
     "manifest_key",
     "segment_key",
     "session_key",
+    "span_key",
     "summary_key",
     "thinned_key",
 ]
@@ -161,6 +164,15 @@ class RankManifest(msgspec.Struct, frozen=True):
         return worker_name(self.rank)
 
 
+class RankSpan(msgspec.Struct, frozen=True):
+    """Manifests of a session that follow each other, while it runs: one request instead of many.
+
+    Like a summary it says nothing that they do not say. See smdist/coordination/rolling.py.
+    """
+
+    manifests: tuple[RankManifest, ...]  # seq `first` to `upto` - 1, by its key
+
+
 class RankSummary(msgspec.Struct, frozen=True):
     """All manifests of a session that has ended, and the session: one request instead of many.
 
@@ -248,6 +260,10 @@ def heartbeat_key(worker: str, attempt: int) -> str:
 
 def summary_key(worker: str, attempt: int) -> str:
     return f"summaries/{worker}/{attempt:06d}.json"
+
+
+def span_key(worker: str, attempt: int, first: int, upto: int) -> str:
+    return f"spans/{worker}/{attempt:06d}-{first:08d}-{upto:08d}.json"
 
 
 def thinned_key(worker: str, attempt: int) -> str:

@@ -41,6 +41,7 @@ from smdist.workers.batch import Batch
 from smdist.workers.ledger import Ledger
 from smdist.workers.patience import Conflict, Patience
 from smdist.workers.place import Place
+from smdist.workers.rolling import take_back
 from smdist.workers.spool import UNKNOWN_ATTEMPT
 
 __all__ = ["Committer", "Ending", "HasParts", "Overtaken", "ResumePoint", "resume_point"]
@@ -94,6 +95,7 @@ async def resume_point(store: Store, session: Session, *, tidy: bool = True) -> 
         point = ResumePoint(last.seq + 1, last.upto, last)
     if tidy:
         await _sweep(store, worker, attempt, point)
+        await take_back(store, worker, attempt, point.seq)
     return point
 
 
@@ -113,7 +115,7 @@ async def _sweep(store: Store, worker: str, attempt: int, point: ResumePoint) ->
 async def _sweep_uploads(store: Store, worker: str, attempt: int) -> None:
     if isinstance(store, HasUploads):
         # Segments mostly; a long manifest and the summary of a long session come in parts too.
-        for folder in ("segments", "manifests", "summaries"):
+        for folder in ("segments", "manifests", "spans", "summaries"):
             with contextlib.suppress(StoreForbidden):
                 await store.sweep_uploads(f"{folder}/{worker}/{attempt:06d}")
 

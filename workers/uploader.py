@@ -54,6 +54,7 @@ from smdist.workers.ledger import Ledger
 from smdist.workers.patience import GaveUp, Patience, readable_bytes
 from smdist.workers.place import Place, Refused
 from smdist.workers.processes import alive, stopped, watching
+from smdist.workers.rolling import Rolling
 from smdist.workers.spool import Doorbell, Spool
 from smdist.workers.summary import Summary
 from smdist.workers.supervisor import LEFT_BEHIND, REFUSED
@@ -176,7 +177,9 @@ class Uploader:
             self._in_background(stack, self._beat(store))
             announcer = Announcer(store, self._info.run.run_id, self._info.session)
             stack.push_async_callback(announcer.close)
-            committer = self._make_committer(store, start, announcer, succeeds=succeeds)
+            rolling = Rolling(store, self._summary)
+            stack.push_async_callback(rolling.close)
+            committer = self._make_committer(store, start, announcer, rolling, succeeds=succeeds)
             ending = await self._upload(committer, start, stack)
             await committer.confirm()
         else:
@@ -215,14 +218,28 @@ class Uploader:
         return await asyncio.to_thread(opening)
 
     def _make_committer(
-        self, store: Store, start: ResumePoint, announcer: Announcer, *, succeeds: bool
+        self,
+        store: Store,
+        start: ResumePoint,
+        announcer: Announcer,
+        rolling: Rolling,
+        *,
+        succeeds: bool,
     ) -> Committer:
+        losses = 0
+
         def note(manifest: RankManifest) -> None:
-            self._summary.note(manifest)
+            nonlocal losses
+            if committer.losses != losses:  # it was put before, or after, the place was emptied
+                losses = committer.losses
+                self._summary.forget()
+            else:
+                self._summary.note(manifest)
+                rolling.stored(manifest)
             self._layouts.update(entry.layout for entry in manifest.steps if entry.layout)
             announcer.stored(manifest.seq)
 
-        self._committer = Committer(
+        committer = self._committer = Committer(
             store,
             self._info.session,
             self._ledger,
@@ -233,7 +250,7 @@ class Uploader:
             succeeds=succeeds,
             place=self._place,
         )
-        return self._committer
+        return committer
 
     async def _upload(
         self, committer: Committer, start: ResumePoint, stack: contextlib.AsyncExitStack

@@ -3,7 +3,8 @@
 Runs on the event loop that owns the store; one `poll` at a time. What is immutable is read once:
 sessions and manifests by their keys (a rank's manifests are listed after the last one read),
 layouts by digest. A rank whose last manifest says "ended" is not asked again. A rank that has ended
-before we came has left a summary: one request instead of its session and all its manifests.
+before we came has left a summary: one request instead of its session and all its manifests. Of one
+that runs, what has piled up is read by spans (`smdist.coordination.rolling`).
 
 Where a coordinator has merged the run, its newest snapshot is read instead, and that is all while
 the coordinator is at work (`trust` says how that is seen). Once it has said its last word, sessions are listed, in case the job was
@@ -23,8 +24,10 @@ from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 
+from smdist.coordination.backlog import Stretch
 from smdist.coordination.loading import together
 from smdist.coordination.merge import View, add
+from smdist.coordination.rolling import cover
 from smdist.errors import NoSuchRun, ObjectNotFound, RunReplaced, TrialError
 from smdist.identity import worker_name, worker_rank
 from smdist.layout import Layout
@@ -34,6 +37,7 @@ from smdist.manifest import (
     Collections,
     Heartbeat,
     RankManifest,
+    RankSpan,
     RankSummary,
     Run,
     Session,
@@ -84,6 +88,7 @@ class News:
 
 
 class _Fresh(NamedTuple):
+    owner: Owner
     progress: Progress
     seq: int
     key: str
@@ -260,7 +265,7 @@ class Loader:
         self._ahead = self._ahead or bool(fresh)
         if known and (fresh or len(self._sessions) > known):  # run.json was read before the first
             self._unchecked = True
-        await self._each(partial(self._load_manifest, news), fresh)
+        await self._load_manifests(news, fresh)
         if hear:
             await self._each(partial(self._poll_heartbeat, news), live)
         await self._each(partial(self._load_layout, news), sorted(self._wanted))
@@ -305,11 +310,14 @@ class Loader:
         ]
         await self._each(partial(self._load_summary, news), summarised)
         rest = [key for owner, key in fresh.items() if owner not in self._progress]
-        for session in await self._each(partial(self._decode, news, Session), rest):
-            if session is not None:
-                add(news.facts, session)
+        read = await self._each(partial(self._decode, news, Session), rest)
         for owner in fresh:
             self._progress.setdefault(owner, Progress())
+        for session in read:
+            if session is not None:
+                add(news.facts, session)
+                if progress := self._progress.get((session.attempt, session.rank)):
+                    progress.session = session.session
         self._sessions.update(fresh.values())
 
     async def _load_summary(self, news: News, found: tuple[Owner, str]) -> None:
@@ -349,7 +357,7 @@ class Loader:
                 rank, attempt, seq = map(int, match.groups())
                 progress = self._progress.get((attempt, rank))
                 if progress is not None and not progress.ended and progress.lacks(seq):
-                    found.append(_Fresh(progress, seq, key))
+                    found.append(_Fresh((attempt, rank), progress, seq, key))
         return found
 
     async def _list(self, owner: Owner) -> Sequence[str]:
@@ -359,8 +367,42 @@ class Loader:
         after = manifest_key(worker, attempt, progress.upto - 1) if progress.upto else ""
         return await self._store.list(f"manifests/{worker}/{attempt:06d}-", after=after)
 
+    async def _load_manifests(self, news: News, fresh: Sequence[_Fresh]) -> None:
+        """Those of which many follow each other by spans, where there are any; the rest one by one."""
+        lacking = {(one.owner, one.seq): one for one in fresh}
+        seqs: dict[Owner, list[int]] = {}
+        for one in fresh:
+            seqs.setdefault(one.owner, []).append(one.seq)
+        stretches = [
+            Stretch(*owner, self._progress[owner].session, span)
+            for owner, some in seqs.items()
+            for span in cover(some)
+        ]
+        while stretches := [s for s in stretches if s.span.length > 1 and s.session]:
+            left = await self._each(partial(self._load_span, news, lacking), stretches)
+            stretches = [part for parts in left for part in parts]
+        await self._each(partial(self._load_manifest, news), list(lacking.values()))
+
+    async def _load_span(
+        self, news: News, lacking: dict[tuple[Owner, int], _Fresh], stretch: Stretch
+    ) -> list[Stretch]:
+        """What is to be asked for instead."""
+        try:
+            made = msgspec.json.decode(await self._store.get(stretch.key), type=RankSpan)
+        except (ObjectNotFound, msgspec.DecodeError):
+            return stretch.parts()  # they say the same
+        manifests = stretch.found(made)
+        if manifests is None:
+            return stretch.parts()
+        for manifest in manifests:
+            fresh = lacking.pop(((manifest.attempt, manifest.rank), manifest.seq))
+            self._took(news, fresh, manifest)
+        return []
+
     async def _load_manifest(self, news: News, fresh: _Fresh) -> None:
-        manifest = await self._decode(news, RankManifest, fresh.key)
+        self._took(news, fresh, await self._decode(news, RankManifest, fresh.key))
+
+    def _took(self, news: News, fresh: _Fresh, manifest: RankManifest | None) -> None:
         fresh.progress.saw(fresh.seq)
         if manifest is None:
             return

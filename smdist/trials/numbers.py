@@ -1,8 +1,8 @@
 """Numbers that travelled in manifests, read by the session: one request instead of one per manifest.
 
 A merged snapshot says in which manifest a number lies; a rank that has ended has left a summary with
-all of them. A rank that lives has none yet, and a long session keeps its numbers where they were:
-their manifests are read then.
+all of them. A rank that lives has none yet, and that of a long session leaves its numbers where they
+were: the spans of 16 manifests have them, or else the manifests.
 """
 
 from __future__ import annotations
@@ -12,22 +12,33 @@ from collections.abc import Callable
 
 import msgspec
 
+from smdist.coordination.rolling import LENGTHS
 from smdist.errors import CorruptObject, ObjectNotFound
-from smdist.manifest import RankManifest, RankSummary, manifest_key, summary_key
+from smdist.manifest import RankManifest, RankSpan, manifest_key, span_key, summary_key
 from smdist.storage.base import Store
 
-__all__ = ["Numbers", "SessionOf", "summary_of"]
+__all__ = ["Numbers", "SessionOf", "span_of", "summary_of"]
 
 SessionOf = Callable[[str], str]
 """The session that has written the manifest of that key; "" where that is not known."""
 
-_MANIFEST = re.compile(r"manifests/(worker_\d+)/(\d+)-\d+\.json")
+_MANIFEST = re.compile(r"manifests/(worker_\d+)/(\d+)-(\d+)\.json")
 
 
 def summary_of(key: str) -> str:
     """The summary in which the content of a manifest may be; empty for what is no manifest."""
     match = _MANIFEST.fullmatch(key)
     return summary_key(match[1], int(match[2])) if match else ""
+
+
+def span_of(key: str) -> str:
+    """The shortest span in which the content of a manifest may be."""
+    match = _MANIFEST.fullmatch(key)
+    if match is None:
+        return ""
+    seq, length = int(match[3]), LENGTHS[-1]
+    first = seq - seq % length
+    return span_key(match[1], int(match[2]), first, first + length)
 
 
 def _key(manifest: RankManifest) -> str:
@@ -50,12 +61,12 @@ class Numbers:
         return manifest.attached
 
     async def load(self, summary: str) -> dict[str, bytes]:
-        """By the key of the manifest, what it carried. Empty when there is no such summary."""
+        """By the key of the manifest, what it carried. Empty when there is no such summary, or span."""
         if summary in self._of_no_use:
             return {}
         try:
             data = await self._store.get(summary)
-            manifests = msgspec.json.decode(data, type=RankSummary).manifests
+            manifests = msgspec.json.decode(data, type=RankSpan).manifests  # either
         except (ObjectNotFound, msgspec.DecodeError):
             manifests = ()
         if any(self._session(_key(one)) not in ("", one.session) for one in manifests[:1]):

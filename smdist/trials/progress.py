@@ -16,6 +16,7 @@ class Progress:
     upto: int = 0  # every seq below was read
     beyond: set[int] = field(default_factory=set)
     final: bool = False
+    session: str = ""  # whose they are, once that was read
 
     @property
     def ended(self) -> bool:
@@ -41,4 +42,5 @@ def progress_of(known: RankView) -> Progress:
     upto = seen[0][1] if seen and seen[0][0] == 0 else 0
     beyond = {seq for start, stop in seen if start >= upto for seq in range(start, stop)}
     final = known.head is not None and known.head.state == "ended"
-    return Progress(upto, beyond, final)
+    session = known.session.session if known.session is not None else ""
+    return Progress(upto, beyond, final, session)

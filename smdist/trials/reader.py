@@ -31,7 +31,7 @@ from smdist.pipeline.block import (
 )
 from smdist.storage.base import NearStore, Store
 from smdist.trials.catalogue import Found
-from smdist.trials.numbers import Numbers, SessionOf, summary_of
+from smdist.trials.numbers import Numbers, SessionOf, span_of, summary_of
 
 __all__ = [
     "AT_ONCE",
@@ -276,19 +276,29 @@ class Reader:
                 got = await self._get(*request.range)
             take(request, got)
 
-        async def of_session(summary: str, group: Sequence[Request]) -> None:
+        async def found_in(summary: str, group: Sequence[Request]) -> list[Request]:
+            """What it does not hold is left."""
             async with few:
                 known = await self._numbers.load(summary)
                 self.keep(known)
                 for one in group:
                     if one.range.key in known:
                         take(one, known[one.range.key][one.range.start : one.range.stop])
-            rest = [one for one in group if one.range.key not in known]
+            return [one for one in group if one.range.key not in known]
+
+        async def of_span(span: str, group: Sequence[Request]) -> None:
+            rest = await found_in(span, group) if _several(group) else group
             await asyncio.gather(*map(carry_out, rest))
+
+        async def of_session(summary: str, group: Sequence[Request]) -> None:
+            spans: dict[str, list[Request]] = {}
+            for one in await found_in(summary, group):
+                spans.setdefault(span_of(one.range.key), []).append(one)
+            await asyncio.gather(*(of_span(span, some) for span, some in spans.items()))
 
         work: list[Coroutine[Any, Any, None]] = []
         for summary, group in self._by_summary(requests).items():
-            if summary and len({one.range.key for one in group}) > 1:
+            if summary and _several(group):
                 work.append(of_session(summary, group))
             else:
                 work += map(carry_out, group)
@@ -318,6 +328,10 @@ class Reader:
             whole = self._numbers.attached(key, await self._store.get(key))
             self._cache.put(key, whole)
         return whole[start:stop]
+
+
+def _several(requests: Sequence[Request]) -> bool:
+    return len({one.range.key for one in requests}) > 1
 
 
 def _batches(found: Sequence[Found]) -> Iterator[list[Found]]:

@@ -19,6 +19,7 @@ from smdist.pipeline.attached import settle
 from smdist.pipeline.block import Place, crc32c, read_tensor, tensor_spans
 from smdist.trials import Trial
 from tests.faults.launcher import Noted, Started
+from tests.spans import assert_spans_agree
 
 TRAIN = modes.TRAIN
 
@@ -53,6 +54,7 @@ def audit(out_dir: Path) -> dict[Saved, int]:
     )
     for segment in stored:
         opens_elsewhere(out_dir / segment)
+    assert_spans_agree(out_dir)
     return found
 
 

@@ -29,6 +29,7 @@ from smdist.pipeline.block import (
 from smdist.statistics import derive
 from tests.faults.launcher import Noted
 from tests.faults.schedule_plan import CLOSE, Plan, value
+from tests.spans import assert_spans_agree
 
 __all__ = ["Told", "audit"]
 
@@ -80,6 +81,7 @@ def audit(folder: Path, plan: Plan, told: Told) -> None:
     _completeness(run, told)
     _ending(manifests[-1], plan, told)
     _summary(run, manifests)
+    assert_spans_agree(folder)
 
 
 def _chain(run: _Run) -> list[RankManifest]:

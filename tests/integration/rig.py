@@ -33,6 +33,7 @@ from smdist.workers.ledger import Ledger
 from smdist.workers.processes import start_ticks
 from smdist.workers.spool import Doorbell, Spool, SpoolInfo, UploadOptions, private_root, spool_name
 from smdist.workers.supervisor import Supervisor
+from tests.spans import assert_spans_agree
 
 TRAIN = 1
 REPOSITORY = Path(__file__).parents[2]
@@ -319,6 +320,7 @@ def read_store(out_dir: Path, elements: int) -> Stored:
     assert named <= found, "a manifest without its segment"
     if manifests and manifests[-1].state != "active":
         assert found == named, "a segment that no manifest names"
+    assert_spans_agree(out_dir)
     return stored
 
 

@@ -1,0 +1,88 @@
+"""Reads many manifests of a rank in few requests, by the spans that hold them.
+
+A span counts only if it is whole and of the session that its reader knows; where it is missing, its
+parts are asked for, and at last the manifests. Whoever reads knows by a listing that each of the manifests is
+there: what was removed does not come back by a span.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import NamedTuple, TypeVar
+
+from smdist.coordination.rolling import Span
+from smdist.identity import worker_name
+from smdist.manifest import RankManifest, RankSpan, span_key
+
+__all__ = ["Stretch", "all_of", "read_in_order"]
+
+T = TypeVar("T")
+
+_AT_ONCE = 16  # objects of a rank
+_MOST_AT_ONCE = 256  # manifests in them, if it is more than one object
+
+
+class Stretch(NamedTuple):
+    """Manifests of one session."""
+
+    attempt: int
+    rank: int
+    session: str
+    span: Span
+
+    @property
+    def key(self) -> str:
+        return span_key(worker_name(self.rank), self.attempt, *self.span)
+
+    def found(self, made: RankSpan) -> tuple[RankManifest, ...] | None:
+        """What lies under `key` says; None if it is not what it should be."""
+        owners = {(one.attempt, one.rank, one.session) for one in made.manifests}
+        whole = [one.seq for one in made.manifests] == list(range(*self.span))
+        return made.manifests if whole and owners == {self[:3]} else None
+
+    def parts(self) -> list[Stretch]:
+        return [self._replace(span=part) for part in self.span.parts()]
+
+
+async def read_in_order(
+    spans: Iterable[Span],
+    read: Callable[[Span], Awaitable[Sequence[RankManifest] | None]],
+    take: Callable[[Sequence[RankManifest]], bool],
+) -> None:
+    """Hand on what `spans` hold until `take` has enough, or a single manifest is None."""
+    todo = deque(spans)
+    got: dict[Span, Sequence[RankManifest] | None] = {}
+    while todo:
+        asked = [span for span in _first(todo) if span not in got]
+        got.update(zip(asked, await all_of(map(read, asked)), strict=True))
+        while todo and todo[0] in got:
+            span = todo.popleft()
+            manifests = got.pop(span)
+            if manifests is not None:
+                if not take(manifests):
+                    return
+            elif span.length > 1:
+                todo.extendleft(reversed(span.parts()))
+            else:
+                return
+
+
+def _first(todo: Iterable[Span]) -> list[Span]:
+    found: list[Span] = []
+    for span in todo:
+        if found and (len(found) == _AT_ONCE or span.upto - found[0].first > _MOST_AT_ONCE):
+            break
+        found.append(span)
+    return found
+
+
+async def all_of(reads: Iterable[Awaitable[T]]) -> list[T]:
+    """Results in order; when one fails, after all have ended."""
+    found: list[T] = []
+    for result in await asyncio.gather(*reads, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
+        found.append(result)
+    return found

@@ -1,13 +1,16 @@
 # Every target does its own set-up, once: a virtual environment in .venv with the versions of
-# constraints/. It needs Python 3.10 or newer, make and a C compiler.
+# constraints/. It needs Python 3.10 or newer, make and a C compiler. Tests under Horovod have an
+# environment of their own, which needs Python 3.10 or 3.11 and a C++ compiler.
 #
 #   PYTHON   the interpreter .venv is made from
+#   HOROVOD_PYTHON  the one .venv-horovod is made from
 #   TORCH    what to install as torch
 #   QUICK    1: make bench measures less, in a few minutes
 #   ARGS     passed on: make test ARGS="tests/unit -k merge -n 0"
 
 PYTHON ?= python3
 PYTHON310 ?= python3.10
+HOROVOD_PYTHON ?= $(PYTHON)
 TORCH ?= torch==2.13.0
 # Tests start processes of their own; more workers than this only make them wait for each other.
 WORKERS ?= 2
@@ -16,14 +19,18 @@ QUICK ?=
 
 VENV := .venv
 OLDEST := .venv-oldest
+HOROVOD := .venv-horovod
 # Made by the benchmarks, for tools that do not fit beside smdist.
 PEERS := .venv-peers .venv-s3_peers .venv-smdebug
 BIN := $(VENV)/bin
+RUN_TESTS = $(BIN)/python tests/environments/matrix.py --workers $(WORKERS)
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-builtin-rules
+# Environments share the compiled kernel, and tests the machine.
+.NOTPARALLEL:
 
 # An index or a proxy from the environment is honoured, a foreign place of installation is not.
 export PIP_USER := 0
@@ -36,20 +43,22 @@ PIP_INSTALL := -m pip install -qq
 # The build uses the setuptools of the environment, so rebuilding the kernel needs no network.
 EDITABLE := --no-build-isolation --editable
 
-.PHONY: help setup demo test test-oldest test-tensorflow test-horovod check format bench clean distclean
+.PHONY: help setup demo test test-main test-tensorflow test-horovod test-oldest check format bench clean distclean
 
 help:
 	@echo "make demo         capture a small distributed job and ask which rank went wrong"
-	@echo "make test         all tests but those two below    (ARGS=... goes to pytest)"
+	@echo "make test         all tests, in parts: the three below, one after the other"
+	@echo "                  (with ARGS=... the first part alone; ARGS goes to pytest)"
+	@echo "make test-main        what needs neither TensorFlow nor Horovod"
+	@echo "make test-tensorflow  the hooks for TensorFlow, with Keras 3 and with Keras 2"
+	@echo "make test-horovod     jobs under Horovod and MultiWorkerMirrored, merged by a coordinator"
+	@echo "                  (the first of the last two builds Horovod, once: ten minutes on two cores)"
+	@echo "make test-oldest  unit and contract tests on Python 3.10 with the oldest dependencies"
+	@echo "                  (PYTHON310=path/to/python3.10 if it is not on PATH)"
 	@echo "make check        ruff, mypy --strict, import-linter"
 	@echo "make format       let ruff rewrite what it can"
 	@echo "make bench        what capture costs, beside other tools; 40 min, QUICK=1: 5 min"
 	@echo "                  (ARGS=... goes to benchmarks/run.py: ARGS=--list, ARGS='--only s3')"
-	@echo "make test-oldest  unit and contract tests on Python 3.10 with the oldest dependencies"
-	@echo "                  (PYTHON310=path/to/python3.10 if it is not on PATH)"
-	@echo "make test-tensorflow  the tests that need TensorFlow, with Keras 3 and with Keras 2"
-	@echo "make test-horovod     jobs under Horovod and MultiWorkerMirrored, merged by a coordinator;"
-	@echo "                  builds Horovod the first time, which takes ten minutes on two cores"
 	@echo "make clean        remove build products and caches"
 	@echo "make distclean    and the virtual environments"
 
@@ -58,11 +67,23 @@ setup: $(VENV)/smdist.stamp
 demo: setup
 	@$(BIN)/python -m examples.demo $(ARGS)
 
-# TensorFlow and Horovod have environments of their own: make test-tensorflow, make test-horovod.
-test: setup
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile \
-	  --ignore-glob="tests/integration/test_keras_*" \
-	  --ignore=tests/integration/test_session_hook.py --ignore=tests/horovod $(ARGS)
+# In parts, each in its environment. With ARGS, only what needs neither TensorFlow nor Horovod.
+ifeq ($(strip $(ARGS)),)
+test: setup $(VENV)/tensorflow.stamp $(HOROVOD)/smdist.stamp
+	@$(RUN_TESTS) main tensorflow horovod
+else
+test: test-main
+endif
+
+test-main: setup
+	@$(RUN_TESTS) main -- $(ARGS)
+
+test-tensorflow: $(VENV)/tensorflow.stamp $(HOROVOD)/smdist.stamp
+	@$(RUN_TESTS) tensorflow -- $(ARGS)
+
+# Jobs run in the environment with Horovod, tests and coordinator in the main one.
+test-horovod: setup $(HOROVOD)/smdist.stamp
+	@$(RUN_TESTS) horovod -- $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .
@@ -109,32 +130,18 @@ $(OLDEST)/smdist.stamp: pyproject.toml setup.py constraints/oldest.txt smdist/_k
 	@$(OLDEST)/bin/python $(PIP_INSTALL) -c constraints/oldest.txt $(EDITABLE) '.[test,servers]'
 	@touch $@
 
-TENSORFLOW_TESTS := $(wildcard tests/integration/test_keras_*.py) tests/integration/test_session_hook.py
-# Each has a virtual environment of its own; with Keras 2 goes an older numpy.
-test-tensorflow: .venv-keras3/smdist.stamp .venv-keras2/smdist.stamp
-	@.venv-keras3/bin/python -m pytest -n 0 $(TENSORFLOW_TESTS) $(ARGS)
-	@.venv-keras2/bin/python -m pytest -n 0 $(TENSORFLOW_TESTS) $(ARGS)
-
-.venv-keras3/smdist.stamp: PINS := -c constraints/main.txt -c constraints/tensorflow.txt
-.venv-keras2/smdist.stamp: PINS := -c constraints/keras2.txt
-.venv-keras3/smdist.stamp .venv-keras2/smdist.stamp: pyproject.toml setup.py smdist/_kernel.c \
-  constraints/main.txt constraints/tensorflow.txt constraints/keras2.txt
-	@echo "[1/2] TensorFlow in $(@D)"
-	$(call make_venv,$(PYTHON),$(@D))
-	@$(@D)/bin/python $(PIP_INSTALL) $(PINS) "setuptools>=77" tensorflow-cpu
-	@echo "[2/2] smdist"
-	@$(@D)/bin/python $(PIP_INSTALL) $(PINS) $(EDITABLE) '.[test]'
+# Current TensorFlow, with Keras 3, fits into the main environment; the demo can do without.
+$(VENV)/tensorflow.stamp: $(VENV)/smdist.stamp constraints/tensorflow.txt
+	@echo "[1/1] TensorFlow in $(VENV)"
+	@$(BIN)/python $(PIP_INSTALL) -c constraints/main.txt -c constraints/tensorflow.txt tensorflow-cpu
+	@$(BIN)/python -m pip check
 	@touch $@
 
-# The jobs run in an environment with Horovod, tests and coordinator in the main one: what they share
-# is the store.
-test-horovod: setup .venv-horovod/smdist.stamp
-	@SMDIST_HOROVOD_PYTHON=$(CURDIR)/.venv-horovod/bin/python \
-	  $(BIN)/python -m pytest -n 0 tests/horovod $(ARGS)
-
-.venv-horovod/smdist.stamp: pyproject.toml setup.py smdist/_kernel.c constraints/keras2.txt \
+# Horovod, and the last TensorFlow with Keras 2 and estimators, which ask for an older numpy and an
+# older protobuf than Ray.
+$(HOROVOD)/smdist.stamp: pyproject.toml setup.py smdist/_kernel.c constraints/horovod.txt \
   tests/environments/horovod.py
-	@$(PYTHON) tests/environments/horovod.py $(@D)
+	@$(HOROVOD_PYTHON) tests/environments/horovod.py $(@D)
 	@touch $@
 
 clean:
@@ -142,5 +149,5 @@ clean:
 	find smdist workers coordination tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(OLDEST) .venv-keras3 .venv-keras2 .venv-horovod $(PEERS)
+	rm -rf $(VENV) $(OLDEST) $(HOROVOD) $(PEERS)
 	rm -f smdist/_kernel*.so

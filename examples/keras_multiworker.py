@@ -39,7 +39,7 @@ hook = smd.KerasHook(
     out_dir=args.out_dir,
     include_workers=args.workers,
     save_config=smd.SaveConfig(save_interval=args.interval),
-    include_collections=["weights", "gradients", "inputs"],
+    include_collections=["weights", "biases", "gradients", "inputs"],
 )
 model.fit(dataset, epochs=args.epochs, shuffle=False, verbose=0, callbacks=[hook])
 hook.close()

@@ -2,10 +2,11 @@
 
     python tests/environments/horovod.py .venv-horovod
 
-Horovod is built from its source archive, which takes ten minutes on two cores. The wheel is kept in
-`$XDG_CACHE_HOME/smdist/wheels` (`~/.cache` if unset) under the versions it was built with, so the
-next environment takes as long as its downloads. Ray has no place here: TensorFlow of this age and a
-current Ray ask for different versions of protobuf.
+Horovod is built from its source archive, which takes ten minutes on two cores, a C++ compiler and make;
+cmake comes from the package index. The wheel is kept in `$XDG_CACHE_HOME/smdist/wheels` (`~/.cache`
+if unset) under the versions it was built with, so the next environment takes as long as its
+downloads. Ray has no place here: TensorFlow of this age and a current Ray ask for different versions
+of protobuf.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-CONSTRAINTS = ROOT / "constraints" / "keras2.txt"
+CONSTRAINTS = ROOT / "constraints" / "horovod.txt"
 HOROVOD = "0.28.1"
 TORCH = "torch==2.13.0"
 FRAMEWORKS = ("tensorflow-cpu", "torch")
+NEWEST_PYTHON = (3, 11)  # that TensorFlow 2.15 has wheels for
+WITHOUT = "make test-main runs the tests that need no Horovod"
 
 # Beside the frameworks. cmake 4 no longer takes projects as old as Gloo.
 BUILD_TOOLS = (
@@ -62,6 +65,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="of the virtual environment")
     folder = parser.parse_args().folder.absolute()
     python = folder / "bin" / "python"
+    _check_python()
+    if not any(_cache().glob("*/horovod-*.whl")):
+        _check_tools()  # before the downloads
     if _succeeds([python, "-m", "pip", "--version"]):
         _say(f"[1/4] {folder.name} is there, and is brought up to date")
     else:
@@ -73,8 +79,10 @@ def main() -> None:
     _say("[4/4] Horovod and smdist")
     _install(python, str(wheel))
     _install(python, "--no-build-isolation", "--editable", f"{ROOT}[test,s3]")
-    _run([python, "-m", "pip", "check"])
-    _run([python, "-c", "import horovod.torch, horovod.tensorflow.keras"], quiet=True)
+    _run([python, "-m", "pip", "check"], "what was installed does not fit together")
+    load = "import horovod.torch, horovod.tensorflow.keras"
+    quiet = "import os; os.environ['TF_CPP_MIN_LOG_LEVEL'] = '3'; "
+    _run([python, "-c", quiet + load], f"Horovod does not load; {wheel} may be removed")
 
 
 def _wheel(python: Path, folder: Path) -> Path:
@@ -108,7 +116,10 @@ def _build(python: Path, place: Path, log: Path) -> Path:
         "--no-deps",
         "--no-build-isolation",
     ]
-    _run([*download, "--no-binary", "horovod", "--dest", archives, f"horovod=={HOROVOD}"])
+    _run(
+        [*download, "--no-binary", "horovod", "--dest", archives, f"horovod=={HOROVOD}"],
+        f"pip could not download the source of Horovod {HOROVOD}: is there a package index?",
+    )
     with tarfile.open(next(archives.glob("horovod-*.tar.gz"))) as archive:
         archive.extractall(source, filter="data")
     unpacked = next(source.iterdir())
@@ -172,19 +183,27 @@ def _check_tools() -> None:
     if missing:
         sys.exit(
             f"To build Horovod, {' and '.join(missing)} must be on PATH "
-            "(Debian and Ubuntu: apt-get install build-essential)"
+            f"(Debian and Ubuntu: apt-get install build-essential). {WITHOUT}."
+        )
+
+
+def _check_python() -> None:
+    if sys.version_info[:2] > NEWEST_PYTHON:
+        newest, this = (".".join(map(str, v[:2])) for v in (NEWEST_PYTHON, sys.version_info))
+        sys.exit(
+            f"The last TensorFlow with Keras 2 needs Python {newest} or older, this is {this}: "
+            f"make HOROVOD_PYTHON=path/to/python{newest} ... {WITHOUT}."
         )
 
 
 def _install(python: Path, *what: str) -> None:
-    _run([python, "-m", "pip", "install", "-qq", "-c", CONSTRAINTS, *what])
+    command: list[str | Path] = [python, "-m", "pip", "install", "-qq", "-c", CONSTRAINTS, *what]
+    _run(command, f"pip could not install {' '.join(what)}: is there a package index?")
 
 
-def _run(command: Sequence[str | Path], *, quiet: bool = False) -> None:
-    output = subprocess.DEVNULL if quiet else None
-    done = subprocess.run(command, cwd=ROOT, stderr=output, check=False)
-    if done.returncode != 0:
-        sys.exit(f"failed: {' '.join(map(str, command))}")
+def _run(command: Sequence[str | Path], trouble: str) -> None:
+    if subprocess.run(command, cwd=ROOT, check=False).returncode != 0:
+        sys.exit(f"{trouble}\n{WITHOUT}.")
 
 
 def _succeeds(command: Sequence[str | Path]) -> bool:

@@ -1,8 +1,7 @@
 """Jobs in the environment for Horovod, watched from this one: by a trial, and by a coordinator.
 
-`make test-horovod` makes that environment (tests/environments/horovod.py) and names its interpreter
-in SMDIST_HOROVOD_PYTHON; without it these tests are skipped. It has no Ray and this one no
-Horovod: all they share is the store.
+`make test-horovod` makes that environment (tests/environments/horovod.py). It has no Ray and this one
+no Horovod: all they share is the store.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from smdist.coordination.snapshot import POINTER_KEY, Pointer, load_view
 from smdist.errors import SmdistError
 from smdist.manifest import Session, session_key
 from smdist.storage import open_store, sync
-from smdist.trials import Trial, create_trial
+from smdist.trials import create_trial
 from tests.faults.coordinator_driver import from_scratch
 from tests.integration.s3_jobs import environment
 from tests.servers.ray_cluster import Driver, DriverError, free_port, until
@@ -35,6 +34,7 @@ from tests.servers.s3 import Server
 __all__ = [
     "EXAMPLES",
     "Coordinated",
+    "Job",
     "bucket_url",
     "ended",
     "finish",
@@ -45,18 +45,16 @@ __all__ = [
     "started",
     "stored_steps",
     "until",
-    "value",
 ]
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"
-PYTHON = os.environ.get("SMDIST_HOROVOD_PYTHON", "")
+PYTHON = str(REPOSITORY / ".venv-horovod" / "bin" / "python")
 PATIENCE_S = 240.0
 
 job_marks = [
     pytest.mark.horovod,
     pytest.mark.ranks,
-    pytest.mark.skipif(not PYTHON, reason="make test-horovod sets SMDIST_HOROVOD_PYTHON"),
     pytest.mark.timeout(600),
 ]
 
@@ -174,19 +172,15 @@ def ended(url: str) -> bool:
         return trial.loaded_all_steps
 
 
-def value(trial: Trial, name: str, step: int, worker: int = 0) -> Any:
-    return trial.tensor(name).value(step, worker=worker)
-
-
 # -- the coordinator ---------------------------------------------------------------------------------
 
 
 class Coordinated:
     """A coordinator on the Ray of this environment, for one run that need not be there yet."""
 
-    def __init__(self, driver: Driver, url: str) -> None:
+    def __init__(self, driver: Driver, url: str, **settings: float) -> None:
         self._driver, self._url = driver, url
-        driver("start", settings={"watch": url, "interval_s": 0.2})
+        driver("start", settings={"watch": url, "interval_s": 0.2, **settings})
 
     def ask(self, method: str, **arguments: Any) -> Any:
         return self._driver("ask", watch=self._url, method=method, arguments=arguments)

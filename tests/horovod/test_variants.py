@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from smdist import create_trial
-from tests.horovod.rig import finish, horovodrun, job_marks, started, value
+from tests.horovod.rig import finish, horovodrun, job_marks, started
+from tests.horovod.values import value
 from tests.horovod.variants_job import CLIP, STEPS
 
 pytestmark = job_marks

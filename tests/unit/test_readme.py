@@ -10,23 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.document_names import check_names, python_blocks
+
 REPOSITORY = Path(__file__).parents[2]
 README = REPOSITORY / "README.md"
 DOCUMENTS = [README, *sorted((REPOSITORY / "docs").glob("*.md"))]
-
-
-def hook_of(document: Path) -> type:
-    """The hook that a document is about."""
-    if document.name == "tensorflow.md":
-        pytest.importorskip("tensorflow")
-        found: type = importlib.import_module("smdist.tensorflow").KerasHook
-    else:
-        found = importlib.import_module("smdist.pytorch").Hook
-    return found
-
-
-def python_blocks(document: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", document.read_text(), re.MULTILINE | re.DOTALL)
+# The other one is for tests/tensorflow.
+ABOUT_TORCH = [document for document in DOCUMENTS if document.name != "tensorflow.md"]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -40,40 +30,9 @@ def test_the_readme_has_code() -> None:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_imported_names_exist(document: Path) -> None:
-    hook_of(document)
-    for block in python_blocks(document):
-        for node in ast.walk(ast.parse(block)):
-            modules: list[tuple[str, str | None]] = []
-            if isinstance(node, ast.Import):
-                modules = [(alias.name, None) for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module is not None:
-                modules = [(node.module, alias.name) for alias in node.names]
-            for module, name in modules:
-                found = importlib.import_module(module)
-                assert name is None or hasattr(found, name), f"{module} has no {name}"
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_attributes_of_the_facade_exist(document: Path) -> None:
-    about = "tensorflow" if "keras" in hook_of(document).__module__ else "pytorch"
-    facade = importlib.import_module(f"smdist.{about}")
-    for block in python_blocks(document):
-        for name in re.findall(r"\bsmd\.(\w+)", block):
-            assert hasattr(facade, name), f"{document.name}: smd.{name}"
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_methods_that_are_named_exist(document: Path) -> None:
-    """`trial.x`, `hook.x` in the documents, in code or in the text, are members of these classes."""
-    classes = {"trial": importlib.import_module("smdist.trials").Trial, "hook": hook_of(document)}
-    # File names such as `workers/hook.py` are no members.
-    text = re.sub(r"[\w/]*\w\.(?:py|md)\b", "", document.read_text())
-    for owner, name in re.findall(r"\b(trial|hook)\.(\w+)\(", text):
-        assert hasattr(classes[owner], name), f"{document.name}: {owner}.{name}()"
+@pytest.mark.parametrize("document", ABOUT_TORCH, ids=lambda path: path.name)
+def test_names_in_it_exist(document: Path) -> None:
+    check_names(document, importlib.import_module("smdist.pytorch"), "Hook")
 
 
 def option_rows() -> dict[str, str]:

@@ -10,15 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-
-pytest.importorskip("tensorflow")
-
 import tensorflow as tf
 from tensorflow.python.eager import context
 
 from smdist.workers.tf_aside import ask, tell_when
-
-pytestmark = pytest.mark.tensorflow
 
 
 def reduction(tensor: Any) -> Any:

@@ -7,13 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("tensorflow")
-
 import tensorflow as tf
 
 import smdist.tensorflow as smd
-from tests.integration.keras_jobs import (
+from tests.tensorflow.keras_jobs import (
     BATCH,
     GRADIENTS,
     RATE,
@@ -25,8 +22,6 @@ from tests.integration.keras_jobs import (
     read,
     training,
 )
-
-pytestmark = pytest.mark.tensorflow
 
 TRAIN = smd.modes.TRAIN
 

@@ -10,14 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("tensorflow")
-
 import tensorflow as tf
 
 import smdist.tensorflow as smd
 from smdist.errors import ConfigurationError
-from tests.integration.keras_jobs import (
+from tests.tensorflow.keras_jobs import (
     BATCH,
     KERAS_3,
     close,
@@ -28,8 +25,6 @@ from tests.integration.keras_jobs import (
     training,
     way,
 )
-
-pytestmark = pytest.mark.tensorflow
 
 TRAIN, EVAL = smd.modes.TRAIN, smd.modes.EVAL
 INSIDE = ["weights", "gradients"]

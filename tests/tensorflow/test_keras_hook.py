@@ -7,13 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("tensorflow")
-
 import tensorflow as tf
 
 import smdist.tensorflow as smd
-from tests.integration.keras_jobs import (
+from tests.tensorflow.keras_jobs import (
     BATCH,
     EVERYTHING,
     GRADIENTS,
@@ -29,8 +26,6 @@ from tests.integration.keras_jobs import (
     training,
     way,
 )
-
-pytestmark = pytest.mark.tensorflow
 
 TRAIN, EVAL, PREDICT = smd.modes.TRAIN, smd.modes.EVAL, smd.modes.PREDICT
 WAYS = ["eager", "compiled", "plain", "inline"] if KERAS_3 else ["eager", "compiled", "inline"]

@@ -2,60 +2,41 @@
 
 from __future__ import annotations
 
-import json
 import os
-import socket
 import subprocess
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("tensorflow")
-
 import tensorflow as tf
 
 import smdist.tensorflow as smd
 from smdist import create_trial, modes
 from smdist.trials import Trial
-from tests.integration.keras_jobs import KERAS_3
-
-pytestmark = pytest.mark.tensorflow
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"
 TRAIN, EVAL = modes.TRAIN, modes.EVAL
 
 
-def start(folder: Path, *command: str | Path, **environ: str) -> subprocess.Popen[str]:
+def run(folder: Path, *command: str | Path) -> str:
+    """The output of an example; it must end well and say nothing of ours on stderr."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TF_CPP_MIN_LOG_LEVEL": "3"}
     environment.pop("USE_SMDIST", None)
-    return subprocess.Popen(
+    done = subprocess.run(
         [sys.executable, *map(str, command)],
         cwd=folder,
-        env=environment | environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        env=environment,
+        capture_output=True,
         text=True,
+        timeout=240,
+        check=False,
     )
-
-
-def finish(process: subprocess.Popen[str]) -> str:
-    """Its output; it must end well and say nothing of ours on stderr."""
-    try:
-        out, err = process.communicate(timeout=240)
-    finally:
-        process.kill()
-    assert process.returncode == 0, out + err
-    assert "smdist" not in err, err
-    return out
-
-
-def run(folder: Path, *command: str | Path, **environ: str) -> str:
-    return finish(start(folder, *command, **environ))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "smdist" not in done.stderr, done.stderr
+    return done.stdout
 
 
 def value(trial: Trial, name: str, step: int, worker: int = 0) -> Any:
@@ -115,56 +96,6 @@ def test_mirrored(tmp_path: Path) -> None:
     run(tmp_path, EXAMPLES / "keras_mirrored.py", "--out-dir", "run", "--interval", "1")
     with create_trial(tmp_path / "run") as trial:
         check_replicas(trial)
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("localhost", 0))
-        return [one.getsockname()[1] for one in sockets]
-
-
-def multi_worker(folder: Path, *options: str) -> None:
-    workers = [f"localhost:{port}" for port in free_ports(2)]
-    tasks = [{"type": "worker", "index": index} for index in (0, 1)]
-    jobs = [
-        start(
-            folder,
-            EXAMPLES / "keras_multiworker.py",
-            *("--out-dir", "run", "--interval", "1", *options),
-            TF_CONFIG=json.dumps({"cluster": {"worker": workers}, "task": task}),
-        )
-        for task in tasks
-    ]
-    for index, job in enumerate(jobs):
-        assert f"worker_{index} is done" in finish(job)
-
-
-multi_worker_test = pytest.mark.skipif(
-    KERAS_3, reason="fit of Keras 3 fails under this strategy, hook or not"
-)
-
-
-@pytest.mark.ranks
-@multi_worker_test
-def test_multi_worker_mirrored(tmp_path: Path) -> None:
-    multi_worker(tmp_path)
-    with create_trial(tmp_path / "run") as trial:
-        check_replicas(trial)
-
-
-@pytest.mark.ranks
-@multi_worker_test
-def test_a_worker_that_saves_beside_one_that_does_not(tmp_path: Path) -> None:
-    """They meet in every step's collective operations: neither may wait for one the other lacks."""
-    multi_worker(tmp_path, "--workers", "one")
-    with create_trial(tmp_path / "run") as trial:
-        assert trial.loaded_all_steps
-        assert trial.workers() == ["worker_0"]
-        assert trial.steps(TRAIN) == list(range(8))
-        assert trial.tensor("gradients/top/kernelGrad").steps(TRAIN) == list(range(8))
-    assert {path.name for path in (tmp_path / "run").glob("*/*") if path.is_dir()} == {"worker_0"}
 
 
 @pytest.mark.parametrize("closes", [False, True], ids=["", "closed"])

@@ -1,6 +1,6 @@
 # Every target does its own set-up, once: a virtual environment in .venv with the versions of
 # constraints/. It needs Python 3.10 or newer, make and a C compiler. Tests under Horovod have an
-# environment of their own, which needs Python 3.10 or 3.11 and a C++ compiler.
+# environment of their own, which needs Python 3.11 and a C++ compiler.
 #
 #   PYTHON   the interpreter .venv is made from
 #   HOROVOD_PYTHON  the one .venv-horovod is made from

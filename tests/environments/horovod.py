@@ -30,7 +30,7 @@ CONSTRAINTS = ROOT / "constraints" / "horovod.txt"
 HOROVOD = "0.28.1"
 TORCH = "torch==2.13.0"
 FRAMEWORKS = ("tensorflow-cpu", "torch")
-NEWEST_PYTHON = (3, 11)  # that TensorFlow 2.15 has wheels for
+PYTHON = (3, 11)  # the newest that TensorFlow 2.15 has wheels for
 WITHOUT = "make test-main runs the tests that need no Horovod"
 
 # Beside the frameworks. cmake 4 no longer takes projects as old as Gloo.
@@ -188,11 +188,11 @@ def _check_tools() -> None:
 
 
 def _check_python() -> None:
-    if sys.version_info[:2] > NEWEST_PYTHON:
-        newest, this = (".".join(map(str, v[:2])) for v in (NEWEST_PYTHON, sys.version_info))
+    wanted, this = (".".join(map(str, v[:2])) for v in (PYTHON, sys.version_info))
+    if this != wanted:
         sys.exit(
-            f"The last TensorFlow with Keras 2 needs Python {newest} or older, this is {this}: "
-            f"make HOROVOD_PYTHON=path/to/python{newest} ... {WITHOUT}."
+            f"The last TensorFlow with Keras 2 is tried with Python {wanted}, this is {this}: "
+            f"make HOROVOD_PYTHON=path/to/python{wanted} ... {WITHOUT}."
         )
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,14 +54,17 @@ def environment(**given: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **given}
 
 
-def start_job(folder: Path, out: str, *, ranks: int = 1, **order: Any) -> Ran:
+def start_job(
+    folder: Path, out: str, *, ranks: int = 1, under: Sequence[str] = (), **order: Any
+) -> Ran:
+    """`under`: a command that runs the command which follows."""
     kept = folder / "kept"
     kept.mkdir(exist_ok=True)
     order = {"out": out, "kept": str(kept), "steps": 4, **order}
     order["hook"] = {"spool_dir": str(folder / "spools"), **order.get("hook", {})}
     (folder / "spools").mkdir(exist_ok=True)
     launcher = [*TORCHRUN, f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    command = [sys.executable, *launcher, str(JOB), json.dumps(order)]
+    command = [*under, sys.executable, *launcher, str(JOB), json.dumps(order)]
     process = subprocess.Popen(
         command,
         env=environment(PYTHONWARNINGS="always::ResourceWarning"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import pytest
 
 from tests.faults.leaks import assert_no_secret, no_leaks
 from tests.faults.proxy import Answer, FaultProxy, Latency, proxied
+from tests.faults.test_bad_places import trouble_of
 from tests.integration.rig import until
 from tests.integration.s3_jobs import Ran, assert_equals_copies, run_job, start_job
 from tests.servers.s3 import Server, aws, rclone
@@ -20,6 +22,7 @@ __all__ = ["aws", "no_leaks", "rclone"]  # fixtures
 pytestmark = [pytest.mark.s3, pytest.mark.usefixtures("aws", "no_leaks")]
 
 OUTAGE_S = 20.0
+NAME = "store.smdist.test"
 STEPS_MEANWHILE = 100  # of some 1000 that an idle machine makes in that time
 
 
@@ -32,6 +35,17 @@ def bucket(rclone: Server) -> str:
 def proxy(rclone: Server) -> Iterator[FaultProxy]:
     with proxied(rclone.port) as proxy:
         yield proxy
+
+
+def step_of(folder: Path) -> int:
+    progress = folder / "kept" / "step-0"
+    text = progress.read_text() if progress.exists() else ""
+    return int(text or -1)
+
+
+def manifests_in(server: Server, bucket: str) -> int:
+    assert server.folder is not None
+    return len(list((server.folder / bucket).rglob("manifests/*/*.json")))
 
 
 def never_waited(ran: Ran) -> bool:
@@ -57,15 +71,13 @@ def test_an_outage_in_the_middle_of_a_job(
 
     Those seconds are what is tested; nothing here sleeps to let something else happen.
     """
-    url, progress = proxy.url(bucket), tmp_path / "kept" / "step-0"
+    url = proxy.url(bucket)
 
     def step() -> int:
-        text = progress.read_text() if progress.exists() else ""
-        return int(text or -1)
+        return step_of(tmp_path)
 
     def manifests() -> int:
-        assert rclone.folder is not None
-        return len(list((rclone.folder / bucket).rglob("manifests/*/*.json")))
+        return manifests_in(rclone, bucket)
 
     ran = start_job(
         tmp_path,
@@ -86,8 +98,8 @@ def test_an_outage_in_the_middle_of_a_job(
         assert during <= stored + 1, "at most what was on its way when it began"
         until(lambda: time.monotonic() > outage.until, "the end of the outage")
         until(lambda: manifests() > during, "the uploader to go on by itself")
-        (tmp_path / "kept" / "stop").touch()
     finally:
+        (tmp_path / "kept" / "stop").touch()
         ran.wait()
     assert ran.code == 0, ran.errors
     assert outage.hits > 3
@@ -97,4 +109,49 @@ def test_an_outage_in_the_middle_of_a_job(
     (steps,) = ran.told("steps")
     assert steps > before + STEPS_MEANWHILE
     assert_equals_copies(url, ran, ranks=1, steps=steps)
+    assert_no_secret(ran.errors)
+
+
+def test_a_name_that_cannot_be_resolved_for_a_while(
+    rclone: Server, bucket: str, proxy: FaultProxy, tmp_path: Path
+) -> None:
+    """The job sees a hosts file of its own, and no name server."""
+    if os.geteuid() != 0:
+        pytest.skip("a mount of its own needs root")
+    hosts, servers = tmp_path / "hosts", tmp_path / "resolv.conf"
+    known = f"127.0.0.1 {NAME}\n"
+    hosts.write_text(known)
+    servers.write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
+    mounted = f"mount --bind {hosts} /etc/hosts && mount --bind {servers} /etc/resolv.conf"
+    ran = start_job(
+        tmp_path,
+        f"s3://{bucket}/run?endpoint_url=http://{NAME}:{proxy.port}&addressing_style=path",
+        steps=100_000,
+        step_s=0.02,
+        until_stopped=True,
+        hook={"linger_s": 0.1},
+        under=("unshare", "--mount", "sh", "-c", f'{mounted} && exec "$@"', "sh"),
+    )
+
+    def is_felt() -> bool:
+        proxy.drop()  # connections that are open need no name, and it is remembered for some seconds
+        return NAME in trouble_of(tmp_path / "spools")
+
+    try:
+        until(lambda: manifests_in(rclone, bucket) >= 2, "the first steps in the store")
+        hosts.write_text("")
+        until(is_felt, "the trouble to be told")
+        before, stored = step_of(tmp_path), manifests_in(rclone, bucket)
+        until(lambda: step_of(tmp_path) > before + 20, "training to go on meanwhile")
+        assert manifests_in(rclone, bucket) == stored
+        hosts.write_text(known)
+        until(lambda: manifests_in(rclone, bucket) > stored, "the uploader to go on by itself")
+    finally:
+        (tmp_path / "kept" / "stop").touch()
+        ran.wait()
+    assert ran.code == 0, ran.errors
+    assert "the store works again" in ran.errors
+    assert never_waited(ran), ran.said
+    (steps,) = ran.told("steps")
+    assert_equals_copies(proxy.url(bucket), ran, ranks=1, steps=steps)
     assert_no_secret(ran.errors)

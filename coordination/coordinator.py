@@ -30,7 +30,7 @@ from smdist.coordination.membership import PATIENCE, Patience
 from smdist.coordination.shards import Shard, ShardedFollow
 from smdist.coordination.watch import Watch
 from smdist.coordination.watcher import FollowWith
-from smdist.errors import ConfigurationError, NoSuchRun
+from smdist.errors import ConfigurationError, CoordinationError, NoSuchRun
 from smdist.identity import ModeKeys
 from smdist.storage.location import is_remote, open_store
 from smdist.storage.s3_settings import parse_s3_url
@@ -194,16 +194,16 @@ class Coordinator:
         return msgspec.json.encode((await self._watcher(run)).status())
 
     async def latest_complete_step(self, run: str = "", mode: str = "GLOBAL") -> int:
-        return (await self._watcher(run)).latest_complete_step(ModeKeys[mode])
+        return (await self._answering(run)).latest_complete_step(ModeKeys[mode])
 
     async def missing(self, step: int, run: str = "", mode: str = "GLOBAL") -> dict[int, str]:
-        return (await self._watcher(run)).missing(step, ModeKeys[mode])
+        return (await self._answering(run)).missing(step, ModeKeys[mode])
 
     async def wait_for_step(
         self, step: int, run: str = "", mode: str = "GLOBAL", timeout_s: float = 60.0
     ) -> bytes:
         """JSON of a StepReport; WaitTimeout."""
-        watcher = await self._watcher(run)
+        watcher = await self._watcher(run)  # one that stands by may get its turn meanwhile
         return msgspec.json.encode(
             await watcher.wait_for_step(step, ModeKeys[mode], timeout_s=timeout_s)
         )
@@ -213,6 +213,14 @@ class Coordinator:
         self._stop.set()
         with contextlib.suppress(Exception):  # whereabouts() tells it
             await asyncio.shield(self._running)
+
+    async def _answering(self, run: str) -> Watcher:
+        """What one that another coordinator has shut out last knew is no answer."""
+        watcher = await self._watcher(run)
+        if watcher.state in ("refused", "superseded"):
+            detail = watcher.status().detail
+            raise CoordinationError(f"{watcher.url}: {detail}; ask that one, or open a trial")
+        return watcher
 
     async def _watcher(self, run: str) -> Watcher:
         """Of a run that was just found, or resumed, nothing is known until it has been read."""

@@ -333,6 +333,8 @@ def test_a_second_one_is_refused_and_says_so(ray_cluster: Cluster, tmp_path: Pat
         status = until(lambda: state(theirs, place, "refused"), "the second one is refused")
         assert f"process {first['pid']}" in status["detail"]
         assert "--take-over" in status["detail"]
+        with pytest.raises(DriverError, match="ask that one, or open a trial"):
+            latest(theirs, place)
         with pytest.raises(AlreadyCoordinated):
             asyncio.run(Watcher(str(place)).open())  # a third, without any Ray
 
@@ -342,6 +344,8 @@ def test_a_second_one_is_refused_and_says_so(ray_cluster: Cluster, tmp_path: Pat
         for writer in writers:
             save(writer, 3)
         until(lambda: latest(theirs, place) == 3, "nothing is lost")
+        with pytest.raises(DriverError, match="ask that one, or open a trial"):
+            ask(mine, place, "missing", step=3)
         ask(theirs, place, "stop")
         ask(mine, place, "stop")
 

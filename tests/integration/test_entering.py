@@ -28,6 +28,7 @@ from tests.faults.proxy import Answer, Fault, HalfOpen, proxied
 from tests.integration.rig import until
 from tests.integration.s3_jobs import assert_equals_copies, cli, start_job
 from tests.servers.s3 import Server, aws, moto, rclone, start_rclone
+from tests.spans import assert_spans_agree
 
 __all__ = ["aws", "moto", "rclone"]  # fixtures
 
@@ -387,3 +388,52 @@ def test_a_folder_that_is_removed_in_the_middle(
     hook.close(timeout=120)
     assert "was emptied while the job ran" in capfd.readouterr().err
     assert_readable(out_dir, 4, 5)
+
+
+def train_singly(hook: smd.Hook, model: nn.Module, steps: int) -> None:
+    """So that each step gets a manifest of its own."""
+    for _ in range(steps):
+        before = stored(hook)
+        train(model, 1)
+        until(lambda: stored(hook) > before, "a step to be stored")  # noqa: B023
+
+
+def test_what_was_removed_does_not_come_back_by_a_span(tmp_path: Path) -> None:
+    """Nobody notices before the end; the first span tells of manifests that are gone."""
+    out_dir = tmp_path / "out"
+    hook, model = made(out_dir, tmp_path / "spools")
+    train(model, 1)
+    train_singly(hook, model, 5)
+    shutil.rmtree(out_dir, ignore_errors=True)
+    train_singly(hook, model, 30)
+    hook.close(timeout=120)
+    assert not (out_dir / "manifests/worker_0/000000-00000003.json").exists()
+    with create_trial(out_dir) as trial:
+        steps = trial.steps()
+        assert steps[0] >= 4
+        assert steps[-1] == 35
+        assert len(trial.tensor("Linear_weight").values()) == len(steps)
+
+
+@pytest.mark.s3
+@pytest.mark.usefixtures("aws")
+def test_no_span_tells_of_a_bucket_that_is_gone(moto: Server, tmp_path: Path) -> None:
+    bucket, client = moto.make_bucket(f"entering-{uuid.uuid4().hex[:12]}"), moto.client()
+    hook, model = made(moto.url(bucket), tmp_path / "spools")
+    train(model, 1)
+    train_singly(hook, model, 5)
+    for one in client.list_objects_v2(Bucket=bucket)["Contents"]:
+        client.delete_object(Bucket=bucket, Key=one["Key"])
+    client.delete_bucket(Bucket=bucket)
+    train(model, 1)
+    until(lambda: "NoSuchBucket" in trouble(hook), "the uploader to miss it")
+    client.create_bucket(Bucket=bucket)
+    train_singly(hook, model, 40)
+    hook.close(timeout=120)
+    for one in client.list_objects_v2(Bucket=bucket)["Contents"]:
+        path = tmp_path / "objects" / one["Key"]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(client.get_object(Bucket=bucket, Key=one["Key"])["Body"].read())
+    spans = assert_spans_agree(tmp_path / "objects/run")
+    assert spans, "what came after it"
+    assert not [name for name in spans if "-00000000-" in name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -244,6 +245,30 @@ def attached_in(store: MemoryStore, first: int, upto: int) -> list[int]:
     return [len(one.attached) for one in made.manifests]
 
 
+class Growing(MemoryStore):
+    """Two more manifests arrive just before they are listed for the second time."""
+
+    def __init__(self, objects: dict[str, bytes], more: dict[str, bytes]) -> None:
+        super().__init__()
+        self.objects, self._more, self.listed = objects, more, 0
+
+    async def list(self, prefix: str = "", *, after: str = "") -> Sequence[str]:
+        self.listed += prefix.startswith("manifests/")
+        if self.listed == 2:
+            self.objects.update(self._more)
+        return await super().list(prefix, after=after)
+
+
+def test_merging_once_takes_what_comes_meanwhile_for_no_gap(built: MemoryStore) -> None:
+    keys = [manifest_key("worker_0", 0, seq) for seq in (MANY - 2, MANY - 1)]
+    objects = dict(built.objects)
+    store = Growing(objects, {key: objects.pop(key) for key in keys})
+    merged = sync.run(merge_once(store))
+    assert store.listed >= 2
+    assert merged.status.manifests == MANY
+    assert merged.status.troubles == ()
+
+
 def test_numbers_come_with_the_manifests_while_they_are_few() -> None:
     store = MemoryStore()
     build(store, attach_bytes=1 << 20)
@@ -334,6 +359,19 @@ def test_what_is_kept_for_them_is_bounded(
     assert sum(map(len, summary._told.values())) <= 30_000
 
 
+def test_numbers_that_are_kept_for_them_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    build(store, 100, attach_bytes=1 << 20)
+    told, summary = manifests(store, 100), summary_of(store)
+    largest = max(len(one.attached) for one in told)
+    monkeypatch.setattr(module, "_MOST_ATTACHED", 4 * largest)
+    for manifest in told:
+        summary.note(manifest)
+        assert sum(summary._carrying.values()) <= (4 + 16) * largest
+        kept = msgspec.json.decode(b"[" + b",".join(summary._told.values()) + b"]")
+        assert sum(bool(one["attached"]) for one in kept) == len(summary._carrying)
+
+
 class Slow(MemoryStore):
     """Spans hang, or fail."""
 
@@ -357,6 +395,8 @@ def test_a_span_that_does_not_get_through_holds_nobody_up(
     monkeypatch.setattr("smdist.workers.rolling._CLOSE_S", 0.01)
 
     async def scenario() -> int:
+        said: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, what: said.append(what))
         store, summary = Slow(error), summary_of(built)
         rolling = Rolling(store, summary)
         for manifest in manifests(built, 64):
@@ -365,6 +405,10 @@ def test_a_span_that_does_not_get_through_holds_nobody_up(
             for _ in range(10):  # time for a put that fails at once
                 await asyncio.sleep(0)
         await rolling.close()
+        del rolling
+        gc.collect()
+        await asyncio.sleep(0)
+        assert said == [], "nobody complains of it"
         return store.tried
 
     assert asyncio.run(scenario()) == (1 if error is None else 4)

@@ -214,3 +214,10 @@ def test_the_code_of_the_readme(tmp_path: Path) -> None:
     )
     said = run(tmp_path, "ask.py")
     assert said.endswith("['worker_0', 'worker_1'] [0, 100] {} (2, 4, 4)\n")
+
+
+def test_every_example_is_run_by_a_test() -> None:
+    """Here, or where its framework is."""
+    tests = [path.read_text() for path in (REPOSITORY / "tests").rglob("*.py")]
+    for example in EXAMPLES.glob("*.py"):
+        assert any(f'"{example.name}"' in text for text in tests), example.name

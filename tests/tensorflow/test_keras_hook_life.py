@@ -155,16 +155,34 @@ def test_training_goes_as_without_a_hook(tmp_path: Path) -> None:
     close(outputs, plain.predict(x, batch_size=BATCH, verbose=0))
 
 
-def test_nothing_is_traced_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["compiled", "plain", "inline"])
+def test_nothing_is_traced_again(tmp_path: Path, name: str) -> None:
     x, y = data()
-    model = make_model()
-    with hooked(tmp_path / "run", interval=2, save_all=True) as hook:
-        model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[hook])
-        traced = hook._recording.traces
-        assert 0 < traced <= 2  # the first trace makes the optimizer's variables
-        for _ in range(3):
+    calls = 0
+
+    class Counting(tf.keras.layers.Dense):  # type: ignore[misc]
+        def call(self, inputs: Any) -> Any:
+            nonlocal calls
+            calls += 1  # Python runs while a function is traced, and not when it is called
+            return super().call(inputs)
+
+    options, place = way(name)
+    model = tf.keras.Sequential([tf.keras.Input(shape=(3,)), Counting(2, name="top")])
+    model.compile(optimizer="adam", loss="mse", **options)
+    with hooked(tmp_path / "run", interval=2, save_all=True, **place) as hook:
+        seen = []
+        for _ in range(4):
             model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[hook])
-        assert hook._recording.traces == traced
+            model.evaluate(x, y, batch_size=BATCH, verbose=0, callbacks=[hook])
+            model.predict(x, batch_size=BATCH, verbose=0, callbacks=[hook])
+            seen.append((calls, hook._recording.traces))
+        assert seen[0][0] > 0
+        assert seen[1:] == seen[:1] * 3
+        if name != "inline":  # of training two, as the first makes the optimizer's variables
+            assert 0 < seen[0][1] <= 4
+    trial = read(tmp_path / "run")
+    assert trial.tensor("top/outputs").steps(mode=TRAIN) == list(range(0, 20, 2))
+    assert trial.tensor("top/outputs").steps(mode=EVAL) == list(range(0, 20, 2))
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")

@@ -95,7 +95,7 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: setup
+bench: setup $(VENV)/tensorflow.stamp
 	@QUICK=$(QUICK) $(BIN)/python benchmarks/run.py $(ARGS)
 
 # $(call make_venv,interpreter,folder): keeps one that works, so that changed pins install on top.

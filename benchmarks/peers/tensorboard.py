@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import Any
+
+# Where TensorFlow is installed, TensorBoard would load it, to write files with.
+sys.modules["tensorboard.compat.notf"] = ModuleType("tensorboard.compat.notf")
 
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter

@@ -207,9 +207,9 @@ def _note(peer: str, made: list[Visit], expected: int) -> str:
 
 
 def not_due(case: Case, rounds: int, out: str | None) -> list[Row]:
-    """Steps in pairs, with the callback and without: blocks differ by more than it costs."""
+    """Forwards in pairs, with the callback and without, over whole steps."""
     added: list[float] = []
-    without: list[float] = []
+    whole: list[float] = []
     ratios = []
     with places(case.place, out) as (place, logs), teams(case, place, logs) as (found, _):
         team = found["smdist"]
@@ -218,16 +218,16 @@ def not_due(case: Case, rounds: int, out: str | None) -> list[Row]:
             team.ask("attach", how=case.how, interval=case.interval, place=url)
             team.ask("steps", count=case.warm_up)
             team.ask("settle")
+            steps, _ = team.both_clocks(10)
             answer = team.ask("toggled", count=case.steps)[0]
             team.ask("detach")
             shutil.rmtree(folder, ignore_errors=True)
             pairs = list(zip(answer["with"], answer["without"], strict=True))
             added += [a - b for a, b in pairs]
-            without += answer["without"]
-            middle = median([a - b for a, b in pairs])
-            ratios.append(1 + middle / median(answer["without"]))
-    value = 1 + median(added) / median(without)
-    note = f"{1e3 * median(added):+.0f} us of {median(without):.1f} ms"
+            whole += steps
+            ratios.append(1 + median([a - b for a, b in pairs]) / median(steps))
+    value = 1 + median(added) / median(whole)
+    note = f"{1e3 * median(added):+.0f} us of {median(whole):.1f} ms"
     spread = (min(ratios), max(ratios))
     return [Row(f"step time, {case.title}", value, "x", None, case.bar, note, spread)]
 

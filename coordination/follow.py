@@ -296,10 +296,10 @@ class Follow:
                 if track.final:
                     break
         except (SmdistError, OSError) as error:
-            self.troubles[track.key(0)] = f"{track.worker} cannot be read: {error}"
+            self.troubles[track.prefix] = f"{track.worker} cannot be read: {error}"
             track.after_failure(self.now(), self.rhythm)
             return
-        self.troubles.pop(track.key(0), None)
+        self.troubles.pop(track.prefix, None)
         if track.final and track.seq > first:
             self._changed_at = self.now()  # a job that restarts does it soon
             self._discover_at, self._looked = 0.0, False
@@ -429,7 +429,9 @@ class Follow:
         if not keys:
             return
         seq = int(keys[0].removeprefix(track.prefix).removesuffix(".json"))
-        self.troubles[track.key(track.seq)] = f"{track.key(track.seq)} was passed over"
+        more = seq - track.seq - 1
+        them = f"and {more} after it were" if more else "was"
+        self.troubles[track.key(track.seq)] = f"{track.key(track.seq)} {them} passed over"
         track.seq, track.torn, track.seek_s = seq, False, 0.0
         await self._read(track, found)
 

@@ -53,6 +53,20 @@ def test_merge_says_what_it_did(tmp_path: Path) -> None:
     assert "(final: " in text
 
 
+def test_merge_passes_over_what_is_gone_and_says_so(tmp_path: Path) -> None:
+    run = RunBuilder(LocalStore(tmp_path))
+    for rank in range(2):
+        work(run.rank(rank, 2), range(9))
+        for seq in (0, 1, 2, 6):
+            (tmp_path / f"manifests/worker_{rank}/000000-{seq:08d}.json").unlink()
+    code, text = merge(tmp_path)
+    assert (code, "5 of 5 steps complete, 2 ranks" in text) == (0, True), text
+    for rank in range(2):
+        gone = f"trouble: manifests/worker_{rank}/000000-0000000"
+        assert f"{gone}0.json and 2 after it were passed over" in text
+        assert f"{gone}6.json was passed over" in text
+
+
 def test_merge_leaves_it_to_a_coordinator_that_is_at_work(tmp_path: Path) -> None:
     finish(work(RunBuilder(LocalStore(tmp_path)).rank(0, 2), range(2)))
     watcher = Watcher(str(tmp_path))

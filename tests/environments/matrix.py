@@ -64,6 +64,8 @@ PARTS = {
 
 
 def call(command: Sequence[str]) -> int:
+    if not Path(command[0]).exists():
+        sys.exit(f"{command[0]} is not there; make test makes it")
     process = subprocess.Popen(command, cwd=ROOT)
     while process.returncode is None:
         with contextlib.suppress(KeyboardInterrupt):  # pytest has it too, and has to clean up

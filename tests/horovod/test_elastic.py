@@ -18,32 +18,41 @@ from tests.horovod.rig import (
     until,
 )
 
-pytestmark = [*job_marks, pytest.mark.torch]
+pytestmark = job_marks
 
-EXAMPLE = EXAMPLES / "horovod_elastic.py"
 # A machine whose rank failed is not used again, so both ranks need a machine of their own.
 HOSTS = "#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n"
 
 
-def test_a_rank_less(tmp_path: Path) -> None:
+# So many batches that the first ones are stored long before the last one is trained.
+@pytest.mark.parametrize(
+    ("script", "batches", "gradient"),
+    [
+        ("horovod_elastic.py", 1000, "gradient/Sequential_2.weight"),
+        ("horovod_elastic_keras.py", 500, "gradients/top/kernelGrad"),
+    ],
+    ids=["torch", "keras"],
+)
+def test_a_rank_less(tmp_path: Path, script: str, batches: int, gradient: str) -> None:
     place, hosts = tmp_path / "run", tmp_path / "hosts.sh"
     hosts.write_text(HOSTS)
     hosts.chmod(0o755)
     launcher = ("-np", "2", "--min-np", "1", "--host-discovery-script", str(hosts))
     with started(tmp_path) as job:
-        words = ("--out-dir", place, "--batches", "400", "--interval", "1")
-        horovodrun(job, EXAMPLE, *words, launcher=launcher)
+        words = ("--out-dir", place, "--batches", str(batches), "--interval", "1")
+        horovodrun(job, EXAMPLES / script, *words, launcher=launcher)
         until(lambda: len(stored_steps(str(place))) > 3, "the first steps", 240)
         kill_rank(str(place), 1)
         codes = job.wait()
     said = job.output
     assert codes == [0], said
-    assert "is done after 400 batches" in said
+    assert f"is done after {batches} batches" in said
     with create_trial(place) as trial:
         assert trial.loaded_all_steps
         assert [one.world_size for one in trial.attempts()] == [2, 1]
         assert trial.ranks(attempt=0)[1].status is RankStatus.LOST
         assert list(trial.ranks(attempt=1)) == [0]
         # Counting went on; the step in which the rank died may be the survivor's alone.
-        assert len(set(range(400)) - set(trial.steps())) <= 1
-        assert trial.steps()[-1] == 399
+        assert len(set(range(batches)) - set(trial.steps())) <= 1
+        assert trial.steps()[-1] == batches - 1
+        assert trial.tensor(gradient).steps() == trial.steps()

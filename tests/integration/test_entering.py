@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import uuid
@@ -408,11 +409,19 @@ def test_what_was_removed_does_not_come_back_by_a_span(tmp_path: Path) -> None:
     train_singly(hook, model, 30)
     hook.close(timeout=120)
     assert not (out_dir / "manifests/worker_0/000000-00000003.json").exists()
+    assert_readable(out_dir, 6, 35)
     with create_trial(out_dir) as trial:
-        steps = trial.steps()
-        assert steps[0] >= 4
-        assert steps[-1] == 35
-        assert len(trial.tensor("Linear_weight").values()) == len(steps)
+        assert trial.steps()[0] >= 4
+
+
+def removed(client: Any, bucket: str) -> bool:
+    """Whether it was; what is put meanwhile stands in the way."""
+    for one in client.list_objects_v2(Bucket=bucket).get("Contents", ()):
+        client.delete_object(Bucket=bucket, Key=one["Key"])
+    with contextlib.suppress(client.exceptions.ClientError):
+        client.delete_bucket(Bucket=bucket)
+        return True
+    return False
 
 
 @pytest.mark.s3
@@ -422,9 +431,7 @@ def test_no_span_tells_of_a_bucket_that_is_gone(moto: Server, tmp_path: Path) ->
     hook, model = made(moto.url(bucket), tmp_path / "spools")
     train(model, 1)
     train_singly(hook, model, 5)
-    for one in client.list_objects_v2(Bucket=bucket)["Contents"]:
-        client.delete_object(Bucket=bucket, Key=one["Key"])
-    client.delete_bucket(Bucket=bucket)
+    until(lambda: removed(client, bucket), "the bucket to be removed")
     train(model, 1)
     until(lambda: "NoSuchBucket" in trouble(hook), "the uploader to miss it")
     client.create_bucket(Bucket=bucket)

@@ -113,10 +113,7 @@ def test_its_uploader_writes_them_beside_its_manifests(tmp_path: Path) -> None:
         rank.next("open")
         until(lambda: len(list(out_dir.glob("manifests/*/*"))) >= STEPS, "all steps to be stored")
         until(lambda: len(list(out_dir.glob("spans/*/*"))) >= STEPS // 16, "spans")
-        assert [name[:24] for name in assert_spans_agree(out_dir)] == [
-            "000000-00000000-00000016",
-            "000000-00000016-00000032",
-        ]
+        assert assert_spans_agree(out_dir)[0] == "000000-00000000-00000016.json"
         rank.popen.kill()
         rank.popen.wait()
         until(lambda: not rank.spool.exists(), "the uploader to finish")
@@ -214,14 +211,16 @@ def test_a_span_of_what_a_power_cut_took_is_not_believed(tmp_path: Path) -> None
     with rank_process(job, tmp_path) as rank:
         rank.next("open")
         until(lambda: len(list(out_dir.glob("manifests/*/*"))) >= STEPS, "all steps to be stored")
-        until(lambda: len(list(out_dir.glob("spans/*/*"))) == STEPS // 16, "spans")
+        until(lambda: len(list(out_dir.glob("spans/*/*"))) >= STEPS // 16, "spans")
         os.kill(rank.uploader_pid(), signal.SIGSTOP)
-        for path in sorted(out_dir.glob("manifests/*/*"))[30:]:
+        *others, newest = sorted(out_dir.glob("spans/*/*"))
+        left = int(newest.stem.rpartition("-")[2]) - 2
+        for path in sorted(out_dir.glob("manifests/*/*"))[left:]:
             path.unlink()
         os.kill(rank.uploader_pid(), signal.SIGKILL)
-        until(lambda: len(list(out_dir.glob("manifests/*/*"))) > 30, "the successor's manifest")
-        second = out_dir / span_key("worker_0", 0, 16, 32)
-        assert second.read_bytes() == b"", "it was taken back before"
-        first = out_dir / span_key("worker_0", 0, 0, 16)
-        assert len(msgspec.json.decode(first.read_bytes(), type=RankSpan).manifests) == 16
+        until(lambda: newest.read_bytes() == b"", "the successor to take it back")
         end(rank)
+    assert len(list(out_dir.glob("manifests/*/*"))) > left, "its numbers were written anew"
+    assert newest.read_bytes() == b""
+    for path in others:
+        assert len(msgspec.json.decode(path.read_bytes(), type=RankSpan).manifests) == 16

@@ -1,20 +1,22 @@
 """What a session's manifests say in fewer objects: spans while it runs, a summary after its end.
 
 `note` is told every manifest that this process has put. `span` puts the last of them together, as
-often as `smdist.coordination.rolling` says; `write`, once the last one is in the store, all of them,
-with those of earlier uploaders read back. Nobody needs either, so nothing waits for them and nothing
+often as `smdist.coordination.rolling` says; `write`, once the last one is in the store, all of them.
+What is kept in memory is bounded by what a span may hold: earlier ones, and those of earlier uploaders, are
+read back then, by spans. Nobody needs either, so nothing waits for them and nothing
 fails for them; what is too long for one object is left out.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
 
-from smdist.coordination.rolling import LENGTHS, due
+from smdist.coordination.rolling import LENGTHS, Span, cover, due
+from smdist.errors import ObjectNotFound
 from smdist.identity import worker_name
 from smdist.manifest import RankManifest, Session, manifest_key, span_key, summary_key
 from smdist.pipeline.attached import settle
@@ -26,6 +28,24 @@ _MOST_BYTES = 32 << 20
 _MOST_SPAN_BYTES = 8 << 20
 _MOST_ATTACHED = 1 << 20  # numbers that come with it; beyond that they are read where they are
 _AT_ONCE = 16
+_SPANS_AT_ONCE = 2  # they may be long
+
+
+class _Name(msgspec.Struct):
+    """Which manifest it is; the rest is not unpacked: entries by the thousand would be large."""
+
+    session: str
+    rank: int
+    attempt: int
+    seq: int
+
+
+class _Carried(msgspec.Struct):
+    attached: bytes = b""
+
+
+class _Span(msgspec.Struct):
+    manifests: tuple[msgspec.Raw, ...]
 
 
 class Made(NamedTuple):
@@ -63,7 +83,7 @@ class Summary:
         self._keep(manifest.seq, msgspec.json.encode(manifest))
         if self._nbytes > _MOST_BYTES:
             self._long = True
-        while self._long and self._kept > _MOST_SPAN_BYTES:
+        while self._kept > _MOST_SPAN_BYTES:
             self._drop(next(iter(self._told)))
 
     def forget(self) -> None:
@@ -96,28 +116,56 @@ class Summary:
 
     async def write(self, store: Store, count: int) -> None:
         """`count`: how many manifests the session has."""
-        gate = asyncio.Semaphore(_AT_ONCE)
-
-        async def fetch(seq: int) -> None:
-            async with gate:
-                key = manifest_key(self._worker, self._session.attempt, seq)
-                self.note(msgspec.json.decode(await store.get(key), type=RankManifest))
-
-        if not self._long:
-            absent = [seq for seq in range(count) if seq not in self._told]
-            tasks = [asyncio.ensure_future(fetch(seq)) for seq in absent]
-            try:
-                await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:
-                    task.cancel()
-        if self._long:
+        told = dict(self._told)
+        spans = [] if self._long else cover(seq for seq in range(count) if seq not in told)
+        while spans and sum(map(len, told.values())) <= _MOST_BYTES:
+            missing = await self._read_back(store, spans, told)
+            spans = [part for span in missing for part in span.parts()]
+        if self._long or sum(map(len, told.values())) > _MOST_BYTES:
             return
-        if self._attached > _MOST_ATTACHED:
-            self._settle(list(self._carrying))
-        told = {"session": self._session, "manifests": self._raw(range(count))}
-        key = summary_key(self._worker, self._session.attempt)
-        await store.put(key, (msgspec.json.encode(told),))
+        carrying = {seq: nbytes for seq in told if (nbytes := _attached(told[seq]))}
+        if max(self._attached, sum(carrying.values())) > _MOST_ATTACHED:
+            told.update({seq: self._bare(seq, told[seq]) for seq in carrying})
+        manifests = [msgspec.Raw(told[seq]) for seq in range(count)]
+        data = msgspec.json.encode({"session": self._session, "manifests": manifests})
+        await store.put(summary_key(self._worker, self._session.attempt), (data,))
+
+    async def _read_back(
+        self, store: Store, spans: Sequence[Span], told: dict[int, bytes]
+    ) -> list[Span]:
+        """Those that are missing."""
+        gate, few = asyncio.Semaphore(_AT_ONCE), asyncio.Semaphore(_SPANS_AT_ONCE)
+
+        async def fetch(span: Span) -> None:
+            async with few if span.length > 1 else gate:
+                told.update(await self._read(store, span))
+
+        tasks = [asyncio.ensure_future(fetch(span)) for span in spans]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return [span for span in spans if span.first not in told]
+
+    async def _read(self, store: Store, span: Span) -> dict[int, bytes]:
+        """By seq, as JSON. Of a span that is missing or strange nothing."""
+        attempt = self._session.attempt
+        if span.length == 1:
+            data = await store.get(manifest_key(self._worker, attempt, span.first))
+            msgspec.json.decode(data, type=RankManifest)
+            return {span.first: data}
+        try:
+            data = await store.get(span_key(self._worker, attempt, *span))
+            found = msgspec.json.decode(data, type=_Span).manifests
+            names = [msgspec.json.decode(raw, type=_Name) for raw in found]
+        except (ObjectNotFound, msgspec.DecodeError):
+            return {}
+        session = self._session
+        wanted = [_Name(session.session, session.rank, attempt, seq) for seq in range(*span)]
+        if names != wanted:
+            return {}
+        return {seq: bytes(raw) for seq, raw in zip(range(*span), found, strict=True)}
 
     async def exists(self, store: Store) -> bool:
         key = summary_key(self._worker, self._session.attempt)
@@ -141,6 +189,13 @@ class Summary:
         """What they carry is left where it is."""
         for seq in seqs:
             del self._carrying[seq]
-            manifest = msgspec.json.decode(self._told[seq], type=RankManifest)
-            key = manifest_key(self._worker, manifest.attempt, seq)
-            self._keep(seq, msgspec.json.encode(settle(key, manifest).manifest))
+            self._keep(seq, self._bare(seq, self._told[seq]))
+
+    def _bare(self, seq: int, data: bytes) -> bytes:
+        manifest = msgspec.json.decode(data, type=RankManifest)
+        key = manifest_key(self._worker, manifest.attempt, seq)
+        return msgspec.json.encode(settle(key, manifest).manifest)
+
+
+def _attached(data: bytes) -> int:
+    return len(msgspec.json.decode(data, type=_Carried).attached)

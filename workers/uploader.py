@@ -283,7 +283,8 @@ class Uploader:
             if self._committer is not None or not await self._summary.exists(store):
                 await self._summary.write(store, count)
 
-        with contextlib.suppress(SmdistError, OSError, ValueError, asyncio.TimeoutError):
+        bearable = (SmdistError, OSError, ValueError, msgspec.MsgspecError, asyncio.TimeoutError)
+        with contextlib.suppress(*bearable):
             await asyncio.wait_for(write(), _SUMMARY_S)
 
     async def _merge(self, store: Store) -> None:

@@ -20,7 +20,15 @@ from smdist.coordination.once import merge_once
 from smdist.coordination.track import Rhythm
 from smdist.errors import StoreError
 from smdist.identity import ModeKeys
-from smdist.manifest import RankManifest, RankSpan, Session, manifest_key, span_key
+from smdist.manifest import (
+    RankManifest,
+    RankSpan,
+    RankSummary,
+    Session,
+    manifest_key,
+    span_key,
+    summary_key,
+)
 from smdist.storage import Buffer, MemoryStore, sync
 from smdist.trials.loader import Loader, News
 from smdist.workers import summary as module
@@ -357,6 +365,29 @@ def test_what_is_kept_for_them_is_bounded(
     assert spans_of(told, summary) == [key(n, n + 16) for n in range(0, 288, 16)]
     assert summary.too_long
     assert sum(map(len, summary._told.values())) <= 30_000
+
+
+@settings(max_examples=30, deadline=None)
+@given(harms, st.integers(0, MANY))
+def test_a_summary_of_what_is_no_longer_kept_is_read_back(
+    built: MemoryStore, harm: Harm, begun: int
+) -> None:
+    """By an uploader that took over at `begun`, with whatever spans there are."""
+    store, told, summary = copy(built), manifests(built, MANY), summary_of(built)
+    Harm(harm.spans).do(store)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_MOST_SPAN_BYTES", 50_000)
+        for manifest in told[begun:]:
+            summary.note(manifest)
+        sync.run(summary.write(store, MANY))
+    made = msgspec.json.decode(store.objects[summary_key("worker_0", 0)], type=RankSummary)
+    assert list(made.manifests) == told
+
+
+def test_reading_back_takes_few_requests(built: MemoryStore) -> None:
+    store, summary = copy(built), summary_of(built)
+    sync.run(summary.write(store, MANY))
+    assert (store.asked["get spans"], store.asked["get manifests"]) == (1 + 2, 12)
 
 
 def test_numbers_that_are_kept_for_them_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -87,22 +88,29 @@ def main() -> None:
 
 def _wheel(python: Path, folder: Path) -> Path:
     kept = _cache() / _key(python)
-    found = sorted(kept.glob("horovod-*.whl"))
-    if found:
-        _say(f"[3/4] Horovod {HOROVOD}, built before: {found[0]}")
-        return found[0]
+    for found in sorted(kept.glob("horovod-*.whl")):
+        _say(f"[3/4] Horovod {HOROVOD}, built before: {found}")
+        return found
     _check_tools()
     _say(f"[3/4] Horovod {HOROVOD} is built (ten minutes on two cores), for {kept}")
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="horovod-") as place:
         built = _build(python, Path(place), folder / "horovod-build.log")
-        kept.mkdir(parents=True, exist_ok=True)
-        # Whole or not at all, and whoever builds at the same time replaces it by the same.
-        aside = kept / f".{os.getpid()}.{built.name}"
-        shutil.copyfile(built, aside)
-        aside.replace(kept / built.name)
+        try:
+            found = _keep(built, kept)
+        except OSError as problem:
+            found = _keep(built, folder / "wheels")
+            _say(f"      not kept for other environments: {problem}")
     _say(f"      built in {(time.monotonic() - began) / 60:.1f} minutes")
-    return kept / built.name
+    return found
+
+
+def _keep(wheel: Path, folder: Path) -> Path:
+    """Whole or not at all; whoever builds at the same time replaces it by the same."""
+    folder.mkdir(parents=True, exist_ok=True)
+    aside = folder / f".{os.getpid()}.{wheel.name}"
+    shutil.copyfile(wheel, aside)
+    return aside.replace(folder / wheel.name)
 
 
 def _build(python: Path, place: Path, log: Path) -> Path:
@@ -144,18 +152,34 @@ def _build(python: Path, place: Path, log: Path) -> Path:
         "--no-build-isolation",
         "-v",
     ]
-    with log.open("wb") as output:
-        done = subprocess.run(
-            [*command, "--wheel-dir", wheels, unpacked],
-            env=environ,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            check=False,
-        )
-    if done.returncode != 0:
+    if _logged([*command, "--wheel-dir", wheels, unpacked], environ, log) != 0:
         tail = log.read_text(errors="replace").splitlines()[-40:]
         sys.exit("\n".join([*tail, f"Horovod was not built; all of it is in {log}"]))
     return next(wheels.glob("horovod-*.whl"))
+
+
+def _logged(command: Sequence[str | Path], environ: Mapping[str, str], log: Path) -> int:
+    """Its output goes into a file; how far it is, by its own account, is told."""
+    told = 0
+    with (
+        log.open("w") as output,
+        subprocess.Popen(
+            command,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        ) as process,
+    ):
+        assert process.stdout is not None
+        for line in process.stdout:
+            output.write(line)
+            percent = re.match(r"\s*\[ *(\d+)%\]", line)
+            if percent is not None and int(percent[1]) >= told + 10:
+                told = int(percent[1])
+                _say(f"      {told} %")
+    return process.returncode
 
 
 def _key(python: Path) -> str:

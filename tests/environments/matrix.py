@@ -122,7 +122,8 @@ def main(arguments: Sequence[str]) -> int:
     results: list[Result] = []
     with tempfile.TemporaryDirectory() as folder:
         for number, session in enumerate(sessions):
-            _say(f"[{number + 1}/{len(sessions)}] {session.title}, in {session.environment}")
+            place = f"{number + 1} of {len(sessions)}, in {session.environment}"
+            _say(f"{session.title} ({place})")
             command = session.command(given.workers, more)
             code, result = run(session, command, Path(folder, f"{number}.xml"))
             results.append(result)

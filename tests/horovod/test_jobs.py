@@ -6,7 +6,7 @@ PyTorch and Keras under Horovod, and Keras with MultiWorkerMirroredStrategy.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from smdist import create_trial
 from smdist.trials import RankStatus
 from tests.horovod import values
 from tests.horovod.rig import (
+    EXAMPLES,
     Coordinated,
     Job,
     bucket_url,
@@ -36,7 +37,6 @@ __all__ = ["aws", "moto", "rclone"]  # fixtures
 
 pytestmark = job_marks
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 SYNCED = ("--stage", "synced")
 
 
@@ -57,7 +57,6 @@ class Kind:
         self.launch(job, EXAMPLES / self.script, *words)
 
 
-EPOCHS = ("--epochs", "1000000")
 TORCH = Kind(
     "horovod_torch.py",
     horovodrun,
@@ -75,19 +74,16 @@ KERAS = Kind(
     8,
     "TRAIN",
     "gradients/top/kernelGrad",
-    EPOCHS,
+    ("--epochs", "1000000"),
     "moto",
 )
-TAPE = Kind(**{**vars(KERAS), "options": ("--tape",)})
-MULTI_WORKER = Kind(
-    "keras_multiworker.py",
-    multi_worker,
-    values.of_multi_worker,
-    8,
-    "TRAIN",
-    "gradients/top/kernelGrad",
-    EPOCHS,
-    "rclone",
+TAPE = replace(KERAS, options=("--tape",))
+MULTI_WORKER = replace(
+    KERAS,
+    script="keras_multiworker.py",
+    launch=multi_worker,
+    check=values.of_multi_worker,
+    server="rclone",
 )
 EVERY_STEP = ("--interval", "1")
 

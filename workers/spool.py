@@ -44,6 +44,7 @@ __all__ = [
 
 REHEARSAL = "rehearsal"  # in the place of a run's id, which is hexadecimal
 UNKNOWN_ATTEMPT = -1
+_MOST_TRIES = 1000  # against others that remove what is empty: each takes microseconds
 
 
 class UploadOptions(msgspec.Struct, frozen=True):
@@ -111,7 +112,7 @@ def _make_private(folder: Path, *, exist_ok: bool = False) -> None:
     try:
         # Apart from the rest: that this cannot be made is nobody's doing.
         folder.parent.parent.mkdir(parents=True, exist_ok=True)
-        for _ in range(10):
+        for _ in range(_MOST_TRIES):
             with contextlib.suppress(FileNotFoundError):
                 with contextlib.suppress(FileExistsError):
                     folder.parent.mkdir(mode=0o700)
@@ -129,7 +130,7 @@ def _make_private(folder: Path, *, exist_ok: bool = False) -> None:
 
 def _make_locked(path: Path) -> int:
     """Make the folder `path` and hold its lock: the descriptor."""
-    for _ in range(10):
+    for _ in range(_MOST_TRIES):
         _make_private(path)
         with contextlib.suppress(OSError):  # a sweeper was quicker than our lock
             handle = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

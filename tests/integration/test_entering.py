@@ -356,6 +356,16 @@ def assert_readable(url: str | Path, first: int, last: int) -> None:
         assert trial.collections()["weights"].tensor_names
 
 
+def removed(client: Any, bucket: str) -> bool:
+    """Whether it was; what is put meanwhile stands in the way."""
+    for one in client.list_objects_v2(Bucket=bucket).get("Contents", ()):
+        client.delete_object(Bucket=bucket, Key=one["Key"])
+    with contextlib.suppress(client.exceptions.ClientError):
+        client.delete_bucket(Bucket=bucket)
+        return True
+    return False
+
+
 @pytest.mark.s3
 @pytest.mark.usefixtures("aws")
 def test_a_bucket_that_is_made_anew(
@@ -365,9 +375,7 @@ def test_a_bucket_that_is_made_anew(
     hook, model = made(moto.url(bucket), tmp_path)
     train(model, 3)
     until(lambda: stored(hook) >= 2, "the first steps")
-    for one in client.list_objects_v2(Bucket=bucket)["Contents"]:
-        client.delete_object(Bucket=bucket, Key=one["Key"])
-    client.delete_bucket(Bucket=bucket)
+    until(lambda: removed(client, bucket), "the bucket to be removed")
     train(model, 3)
     until(lambda: "NoSuchBucket" in trouble(hook), "the uploader to miss it")
     client.create_bucket(Bucket=bucket)
@@ -412,16 +420,6 @@ def test_what_was_removed_does_not_come_back_by_a_span(tmp_path: Path) -> None:
     assert_readable(out_dir, 6, 35)
     with create_trial(out_dir) as trial:
         assert trial.steps()[0] >= 4
-
-
-def removed(client: Any, bucket: str) -> bool:
-    """Whether it was; what is put meanwhile stands in the way."""
-    for one in client.list_objects_v2(Bucket=bucket).get("Contents", ()):
-        client.delete_object(Bucket=bucket, Key=one["Key"])
-    with contextlib.suppress(client.exceptions.ClientError):
-        client.delete_bucket(Bucket=bucket)
-        return True
-    return False
 
 
 @pytest.mark.s3

@@ -29,7 +29,7 @@ from smdist.coordination.membership import Heard
 from smdist.coordination.merge import Fact, View
 from smdist.coordination.rolling import Span, cover
 from smdist.coordination.track import Rhythm, Track, track_of
-from smdist.errors import ObjectNotFound, SmdistError
+from smdist.errors import ObjectNotFound, SmdistError, StoreForbidden
 from smdist.identity import worker_rank
 from smdist.layout import Layout
 from smdist.manifest import (
@@ -357,7 +357,7 @@ class Follow:
         stretch = Stretch(track.attempt, track.rank, track.session, span)
         try:
             made = await self._get(stretch.key, RankSpan)
-        except msgspec.DecodeError:
+        except (StoreForbidden, msgspec.DecodeError):
             return None  # its parts say the same
         return None if made is None else stretch.found(made)
 

@@ -40,6 +40,7 @@ _DEPTH = 3  # folders below the place in which a run is looked for
 _RETRY_S = 5.0
 _AGAIN_S = 60.0  # between two looks whether a finished run was resumed
 _OWN = {"collections", "heartbeats", "layouts", "manifests", "merged", "segments", "sessions"}
+_OWN |= {"spans", "summaries", "thinned"}
 
 
 @dataclass

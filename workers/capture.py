@@ -98,6 +98,7 @@ class Capture(Generic[T]):
         self._captured_bytes = self._captured_steps = 0
         self._dropped_tensors = self._dropped_bytes = 0
         self._blocked_s = 0.0
+        self._waiting = 0  # the thread that waits for room, and has let go of the lock for that
         self._reasons: set[str] = set()  # to drop, that were told
         self._stalled_at = -1  # how far the store had come when a wait for room ran out
         self._troubles: dict[str, int] = {}
@@ -117,6 +118,8 @@ class Capture(Generic[T]):
     def begin(self, ref: StepRef, *, planned: bool = True) -> None:
         """`planned` false: nothing is due at this step, the script has values of its own."""
         with self._lock:
+            if self._ended:
+                return
             self.close_step()
             self._ref, self._is_open, self._step_bytes = ref, True, 0
             self._planned = planned
@@ -151,7 +154,8 @@ class Capture(Generic[T]):
 
     def describe(self, key: str, data: bytes) -> None:
         with self._lock:
-            self._commit(Describe(key, data))
+            if not self._ended:
+                self._commit(Describe(key, data))
 
     def trouble(self, message: str) -> None:
         """Note an error of ours; each text is journalled once, however often it comes."""
@@ -234,7 +238,8 @@ class Capture(Generic[T]):
     @property
     def interrupted(self) -> bool:
         """Whether this thread is at work in here: asked by a signal handler, which has to wait."""
-        return self._room._is_owned()  # type: ignore[attr-defined, no-any-return]
+        within = self._room._is_owned() or self._waiting == threading.get_ident()  # type: ignore[attr-defined]
+        return bool(within)
 
     def close(self) -> None:
         with self._lock:
@@ -411,8 +416,12 @@ class Capture(Generic[T]):
             return f"the buffer of {limit} bytes was full"
         # One such wait is enough: a job must not stand still once more for every tensor.
         if self._ledger.acked != self._stalled_at:
-            began = time.monotonic()
-            spot = self._block(step, take, began)
+            began, before = time.monotonic(), self._waiting
+            self._waiting = threading.get_ident()
+            try:
+                spot = self._block(step, take, began)
+            finally:
+                self._waiting = before
             self._blocked_s += time.monotonic() - began
             self._stalled_at = self._ledger.acked if spot is None else -1
         if spot is not None:

@@ -48,6 +48,7 @@ __all__ = ["Committer", "Ending", "HasParts", "Overtaken", "ResumePoint", "resum
 
 
 _CLOSE_S = 5.0
+_LOOK_S = 60.0  # between two looks whether the run is still there, if nothing fails
 _SUFFIX = ".safetensors"
 
 
@@ -153,6 +154,7 @@ class Committer:
     ) -> None:
         """`note` is told each manifest once it is in the store. `succeeds`: somebody was before us."""
         self._place, self._failures = place, patience.failures
+        self._seen_at = time.monotonic()
         self.losses = 0  # how often the run was found to be removed
         self._again: dict[str, bytes] = {}  # what later manifests need: layouts, what was described
         self._troubles: list[str] = []
@@ -230,10 +232,13 @@ class Committer:
             key, data = self._described(described.key, described.data)
             self._again[key] = data
             await self._put(key, (data,))
+        if ending is not None:  # what is found missing now can still be told in the run
+            await self._patience.insist("reading the store", self._see_to_the_run)
         manifest = self._manifest(batch, ending or Ending("active", ""))
         manifest = manifest if apart else attach(manifest, batch.segment)
         await self._put_manifest(manifest)
-        if self._patience.failures != self._failures:
+        unseen_s = time.monotonic() - self._seen_at
+        if self._patience.failures != self._failures or unseen_s >= _LOOK_S:
             await self._patience.insist("reading the store", self._see_to_the_run)
         if self.losses != losses and batch.segment.chunks and apart:
             await self._put(batch.segment.key, batch.segment.chunks)
@@ -267,7 +272,8 @@ class Committer:
         return thinned_key(self._worker, attempt), data
 
     async def _see_to_the_run(self) -> None:
-        """Something failed, or it is the end: without run and session nobody finds what we put."""
+        """Without run and session nobody finds what we put: looked at now and then, when something
+        failed, and at the end."""
         failures = self._patience.failures
         if self._place is not None and not await self._place.is_whole():
             await self._place.restore()
@@ -280,7 +286,7 @@ class Committer:
             )
             self._troubles.append(message)
             self._patience.say(message)
-        self._failures = failures
+        self._failures, self._seen_at = failures, time.monotonic()
 
     async def confirm(self) -> None:
         """Before the end: what a late request of a predecessor may have replaced is what we put."""

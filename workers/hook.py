@@ -292,7 +292,8 @@ class BaseHook(HookParts[T]):
             self._postponed, self._clock.due = (reason, timeout), AT_ONCE
             return
         if self._postponed is not None:
-            reason, timeout = self._postponed
+            reason, patience = self._postponed
+            timeout = patience if timeout is None else timeout
         left = ""
         try:
             self._values.release_all()

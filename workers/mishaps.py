@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
+import signal
+import traceback
 from collections.abc import Callable
+from types import CodeType
 
 from smdist.errors import ConfigurationError, DrainTimeout
 from smdist.identity import encodable
@@ -19,7 +22,8 @@ _NUMBER = re.compile(r"\d+")
 class Mishaps:
     """`on_error="warn"`: counted, logged once each, noted in the run. `"raise"`: raised.
 
-    A wrong setting is raised in either case: it shows at the first step at the latest.
+    A wrong setting is raised in either case: it shows at the first step at the latest. So is what a
+    signal handler of the script raised while we were at work: it is not ours.
     """
 
     def __init__(self, on_error: str, log: logging.Logger) -> None:
@@ -39,7 +43,7 @@ class Mishaps:
 
     def handle(self, error: Exception, doing: str) -> None:
         """Called in an `except` clause; returns if training is to go on."""
-        if self._raises or isinstance(error, ConfigurationError):
+        if self._raises or isinstance(error, ConfigurationError) or _of_a_handler(error):
             raise error
         message = encodable(f"{doing}: {type(error).__name__}: {error}")
         # What goes wrong at every step does so with another number each time. Elsewhere a number
@@ -71,3 +75,17 @@ class Mishaps:
             self._note(message)
         except Exception as failed:  # noqa: BLE001 (telling of an error must not be the next one)
             self._log.warning("that could not be noted in the run: %r", failed)
+
+
+def _of_a_handler(error: BaseException) -> bool:
+    handlers = {_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
+    return any(f.f_code in handlers for f, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _code(handler: object) -> CodeType | None:
+    """Of a function, a method, a partial of one, or an object that can be called."""
+    called = getattr(handler, "func", handler)
+    if not hasattr(called, "__code__"):
+        called = getattr(type(called), "__call__", None)  # noqa: B004 (what is there to be called)
+    code = getattr(called, "__code__", None)
+    return code if isinstance(code, CodeType) else None

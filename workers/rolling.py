@@ -1,6 +1,6 @@
 """Spans of a session's manifests, put beside its commits: a courtesy that holds nothing up.
 
-One at a time; one that waits is left out once another is due, and one that fails is not tried again:
+One at a time; one that waits is left out once another is due, and one that fails is not kept:
 readers find shorter ones, and at last the manifests. An uploader that succeeds another takes back what is
 said of manifests that the store does not hold, because it writes those numbers anew.
 """

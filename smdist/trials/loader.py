@@ -28,7 +28,7 @@ from smdist.coordination.backlog import Stretch
 from smdist.coordination.loading import together
 from smdist.coordination.merge import View, add
 from smdist.coordination.rolling import cover
-from smdist.errors import NoSuchRun, ObjectNotFound, RunReplaced, TrialError
+from smdist.errors import NoSuchRun, ObjectNotFound, RunReplaced, StoreForbidden, TrialError
 from smdist.identity import worker_name, worker_rank
 from smdist.layout import Layout
 from smdist.manifest import (
@@ -389,7 +389,7 @@ class Loader:
         """What is to be asked for instead."""
         try:
             made = msgspec.json.decode(await self._store.get(stretch.key), type=RankSpan)
-        except (ObjectNotFound, msgspec.DecodeError):
+        except (ObjectNotFound, StoreForbidden, msgspec.DecodeError):
             return stretch.parts()  # they say the same
         manifests = stretch.found(made)
         if manifests is None:

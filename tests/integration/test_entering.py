@@ -397,6 +397,8 @@ def test_a_folder_that_is_removed_in_the_middle(
     hook.close(timeout=120)
     assert "was emptied while the job ran" in capfd.readouterr().err
     assert_readable(out_dir, 4, 5)
+    with create_trial(out_dir) as trial:
+        assert "was emptied while the job ran" in str(trial.troubles()), "readers are told as well"
 
 
 def train_singly(hook: smd.Hook, model: nn.Module, steps: int) -> None:

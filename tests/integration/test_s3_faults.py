@@ -135,15 +135,15 @@ def test_a_name_that_cannot_be_resolved_for_a_while(
 
     def is_felt() -> bool:
         proxy.drop()  # connections that are open need no name, and it is remembered for some seconds
-        return NAME in trouble_of(tmp_path / "spools")
+        return "name resolution" in trouble_of(tmp_path / "spools")
 
     try:
         until(lambda: manifests_in(rclone, bucket) >= 2, "the first steps in the store")
         hosts.write_text("")
         until(is_felt, "the trouble to be told")
         before, stored = step_of(tmp_path), manifests_in(rclone, bucket)
-        until(lambda: step_of(tmp_path) > before + 20, "training to go on meanwhile")
-        assert manifests_in(rclone, bucket) == stored
+        until(lambda: is_felt() and step_of(tmp_path) > before + 20, "training to go on meanwhile")
+        assert manifests_in(rclone, bucket) <= stored + 1, "at most what was on its way"
         hosts.write_text(known)
         until(lambda: manifests_in(rclone, bucket) > stored, "the uploader to go on by itself")
     finally:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -597,20 +597,27 @@ def test_a_process_that_leaves_within_a_step_says_so(tmp_path: Path, when: str) 
         assert str(trial.missing(1)[0]) == "ended within the step"
 
 
-def interrupt_a_copy(monkeypatch: pytest.MonkeyPatch, handler: Callable[[], object]) -> None:
+@pytest.fixture
+def own_signal() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGUSR1)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+def interrupt_a_copy(monkeypatch: pytest.MonkeyPatch, handler: Callable[..., object]) -> None:
     """A signal comes in the middle of the next save of this thread."""
     copy = kernel.copy
+    signal.signal(signal.SIGUSR1, handler)
 
     def interrupted(*args: Any) -> None:
         monkeypatch.setattr(kernel, "copy", copy)
-        before = signal.signal(signal.SIGUSR1, lambda *_: handler())
         signal.raise_signal(signal.SIGUSR1)
-        signal.signal(signal.SIGUSR1, before)
         copy(*args)
 
     monkeypatch.setattr(kernel, "copy", interrupted)
 
 
+@pytest.mark.usefixtures("own_signal")
 @pytest.mark.parametrize("then", ["a step", "close"])
 def test_closed_by_a_signal_handler_within_a_save_it_ends_after_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str
@@ -619,7 +626,7 @@ def test_closed_by_a_signal_handler_within_a_save_it_ends_after_that(
     with hooked(run, save_all=True) as hook:
         hook.register_module(net)
         train(net, 2)
-        interrupt_a_copy(monkeypatch, hook.close)
+        interrupt_a_copy(monkeypatch, lambda *_: hook.close())
         train(net, 1)
         assert hook.usage() is not None, "it goes on with what was interrupted"
         if then == "a step":
@@ -633,13 +640,39 @@ def test_closed_by_a_signal_handler_within_a_save_it_ends_after_that(
         assert trial.ranks()[0].status is RankStatus.ENDED
 
 
+def stop(*_: object) -> None:
+    raise TimeoutError("the script's own")
+
+
+class Stop:
+    def __call__(self, *_: object) -> None:
+        stop()
+
+    def now(self, *_: object) -> None:
+        stop()
+
+
+@pytest.mark.usefixtures("own_signal")
+@pytest.mark.parametrize("handler", [stop, partial(stop, 1), Stop(), Stop().now])
+def test_what_a_signal_handler_raises_within_a_save_is_not_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handler: Callable[..., object]
+) -> None:
+    net = Net()
+    with hooked(tmp_path / "run", save_all=True) as hook:
+        hook.register_module(net)
+        interrupt_a_copy(monkeypatch, handler)
+        with pytest.raises(TimeoutError, match="the script's own"):
+            train(net, 1)
+
+
+@pytest.mark.usefixtures("own_signal")
 def test_what_a_signal_handler_asks_for_within_a_save_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     net, run = Net(), tmp_path / "run"
     flushed: list[bool] = []
 
-    def handler() -> None:
+    def handler(*_: object) -> None:
         hook.save_scalar("within", 1.0)
         flushed.append(hook.flush(timeout=60.0))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -321,3 +322,28 @@ def test_a_long_declaration_counts_until_it_is_stored_and_no_longer(rig: Rig) ->
     rig.store()
     assert rig.capture.save(plan_of("whole", whole), [whole]), "nothing waits any more"
     assert not rig.capture.save(plan_of("again", whole), [whole])
+
+
+def test_a_signal_handler_is_told_that_it_interrupts_a_wait_for_room(rig: Rig) -> None:
+    rig.start(buffer_bytes=1 << 20, on_full="block")
+    capture, whole = rig.capture, np.zeros(900_000 // 8)
+    seen: list[bool] = []
+
+    def handler(*_: object) -> None:
+        if capture._waiting:
+            seen.append(capture.interrupted)
+            rig.store()
+
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
+    try:
+        capture.begin(step(0))
+        assert not capture.interrupted
+        assert capture.save(plan_of("first", whole), [whole])
+        assert capture.save(plan_of("second", whole), [whole])
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+    assert seen
+    assert all(seen)
+    assert not capture.interrupted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -236,6 +237,17 @@ def test_asked_from_python_as_the_readme_does(cluster: Cluster, tmp_path: Path) 
     well(smdist("stop", *where, "--watch", str(place)))
 
 
+@pytest.fixture
+def alone_on_the_machine() -> Iterator[None]:
+    """Every Ray takes the ports for its clients from 23000 on, and looks if one is free long before
+    it is taken: two at the same time, of two runs of these tests, want the same."""
+    lock = Path(tempfile.gettempdir(), f"smdist-tests-ray-client-{os.getuid()}.lock")
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.mark.usefixtures("alone_on_the_machine")
 def test_through_rays_client(cluster: Cluster, tmp_path: Path) -> None:
     """From a machine that is no node."""
     job(tmp_path / "run")

@@ -71,7 +71,8 @@ def carry_out(plan: Plan, bench: Bench, folder: Path) -> Counter[str]:
     finally:
         schedule.traffic.over = True
     shutil.rmtree(folder)
-    return schedule.traffic.deeds + Counter(lives=schedule.lives, **schedule.traffic.counts)
+    numbers = Counter(lives=schedule.lives, spans=schedule.spans)
+    return schedule.traffic.deeds + numbers + Counter(schedule.traffic.counts)
 
 
 class _Schedule:
@@ -80,7 +81,7 @@ class _Schedule:
         folder.mkdir(parents=True)
         self.bucket = bench.server.make_bucket(f"schedule-{plan.number}-{os.urandom(4).hex()}")
         self.traffic: Traffic = bench.proxy.follow(self.bucket, plan)
-        self.lives = 0
+        self.lives = self.spans = 0
         self.rank: Started | None = None
         self.codes: list[str] = []
 
@@ -142,6 +143,7 @@ class _Schedule:
         assert not find_spools([self.folder / "rank"]), "a spool is left"
         assert not self.bench.server.uploads(self.bucket), "an upload is left"
         stored = self._objects() / "run"
+        self.spans = len(list(stored.glob("spans/*/*.json")))
         audit(stored, self.plan, Told(self.rank.evidence(), self.rank.marks()))
 
     def _objects(self) -> Path:

@@ -139,8 +139,12 @@ def value(plan: Plan, step: int, kind: int, index: int) -> np.ndarray[Any, np.dt
 def draw(seed: int, number: int) -> Plan:
     chance = random.Random(f"{seed} {number}")
     kinds = tuple(_kind(chance) for _ in range(chance.randint(1, 4)))
-    steps = tuple(_step(chance, len(kinds)) for _ in range(chance.randint(1, 8)))
+    # One in ten is long, and stores each part by itself: long enough for spans of manifests.
+    is_long = number % 10 == 0
+    count = chance.randint(17, 36) if is_long else chance.randint(1, 8)
+    steps = tuple(_step(chance, len(kinds)) for _ in range(count))
     captures = sum(kind != CLOSE for step in steps for kind in step)
+    waits = captures if is_long else min(captures, _few(chance, 3))
     step_bytes = sum(4 * saved.elements + 200 for kind in kinds for saved in kind)
     gives_up = chance.random() < 0.06
     return Plan(
@@ -148,7 +152,7 @@ def draw(seed: int, number: int) -> Plan:
         number=number,
         kinds=kinds,
         steps=steps,
-        waits=tuple(sorted(chance.sample(range(1, captures + 1), min(captures, _few(chance, 3))))),
+        waits=tuple(sorted(chance.sample(range(1, captures + 1), waits))),
         ends=chance.choice(("drain", "drain", "end", "error", "exit")),
         dies_at=chance.randrange(3 * captures + 3) if chance.random() < 0.5 else -1,
         dies=chance.choice(("before", "torn", "after")),

@@ -271,7 +271,9 @@ def _host(endpoint: str) -> str:
 def _reason(error: BaseException) -> str:
     """Of the operating system, looked for in the wrappings: their own words repeat the URL."""
     kwargs = getattr(error, "kwargs", {})
-    for inner in (error, kwargs.get("error"), error.__cause__, error.__context__):
+    wrapped = kwargs.get("error")
+    deepest = getattr(wrapped, "__cause__", None)
+    for inner in (error, wrapped, deepest, error.__cause__, error.__context__):
         if isinstance(inner, aiohttp.ClientConnectorError):
             inner = inner.os_error
         if isinstance(inner, OSError) and inner.strerror:

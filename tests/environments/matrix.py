@@ -75,7 +75,7 @@ def call(command: Sequence[str]) -> int:
 
 def run(session: Session, command: Sequence[str], report: Path) -> tuple[int, Result]:
     began = time.monotonic()
-    code = call([*command, f"--junit-xml={report}"])
+    code = call([*command, f"--junit-xml={report}", "-o", "junit_family=xunit1"])  # names files
     counts, failed = read(report) if report.exists() else (dict.fromkeys(KINDS, 0), ())
     if code not in (0, NO_TESTS) and not failed:
         counts["failed"], failed = 1, (f"all of it: pytest ended with {code}",)
@@ -90,7 +90,7 @@ def read(report: Path) -> tuple[dict[str, int], tuple[str, ...]]:
         outcome = {child.tag for child in case}
         if outcome & {"failure", "error"}:
             counts["failed"] += 1
-            failed.append(f"{case.get('classname')}::{case.get('name')}")
+            failed.append(f"{case.get('file') or case.get('classname')}::{case.get('name')}")
         else:
             counts["skipped" if "skipped" in outcome else "passed"] += 1
     return counts, tuple(dict.fromkeys(failed))

@@ -49,8 +49,8 @@ def test_what_failed_is_named_and_all_is_counted(tmp_path: Path) -> None:
     assert some.startswith("some: 2 failed, 2 passed, 1 skipped in ")
     assert good.startswith("good: 1 passed in ")
     assert failed == [
-        "FAILED test_some::test_ill[2] (some)",
-        "FAILED test_some::test_without_its_fixture (some)",
+        "FAILED test_some.py::test_ill[2] (some)",
+        "FAILED test_some.py::test_without_its_fixture (some)",
     ]
     assert total.startswith("2 failed, 3 passed, 1 skipped in ")
 

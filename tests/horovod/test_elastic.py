@@ -28,8 +28,8 @@ HOSTS = "#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n"
 @pytest.mark.parametrize(
     ("script", "batches", "gradient"),
     [
-        ("horovod_elastic.py", 1000, "gradient/Sequential_2.weight"),
-        ("horovod_elastic_keras.py", 500, "gradients/top/kernelGrad"),
+        ("horovod_elastic.py", 4000, "gradient/Sequential_2.weight"),
+        ("horovod_elastic_keras.py", 4000, "gradients/top/kernelGrad"),
     ],
     ids=["torch", "keras"],
 )

@@ -44,7 +44,15 @@ from smdist.workers.place import Place
 from smdist.workers.rolling import take_back
 from smdist.workers.spool import UNKNOWN_ATTEMPT
 
-__all__ = ["Committer", "Ending", "HasParts", "Overtaken", "ResumePoint", "resume_point"]
+__all__ = [
+    "Committer",
+    "Ending",
+    "HasParts",
+    "Overtaken",
+    "ResumePoint",
+    "resume_point",
+    "sweep_dangling",
+]
 
 
 _CLOSE_S = 5.0
@@ -119,6 +127,13 @@ async def _sweep_uploads(store: Store, worker: str, attempt: int) -> None:
         for folder in ("segments", "manifests", "spans", "summaries"):
             with contextlib.suppress(StoreForbidden):
                 await store.sweep_uploads(f"{folder}/{worker}/{attempt:06d}")
+
+
+async def sweep_dangling(store: Store, session: Session, patience: Patience) -> None:
+    """After the last put: uploads of which the store is not sure that they ended."""
+    if getattr(store, "dangling_uploads", False):
+        worker, attempt = worker_name(session.rank), session.attempt
+        await patience.insist("tidying the store", lambda: _sweep_uploads(store, worker, attempt))
 
 
 @runtime_checkable
@@ -294,10 +309,6 @@ class Committer:
         if self._succeeds:
             await self._patience.insist("reading the store", self._restore)
             await self._patience.insist("tidying the store", self._remove_others)
-        if getattr(self.store, "dangling_uploads", False):
-            worker, attempt = self._worker, self._session.attempt
-            sweeping = lambda: _sweep_uploads(self.store, worker, attempt)
-            await self._patience.insist("tidying the store", sweeping)
 
     async def _restore(self) -> None:
         for manifest in self._endangered:

@@ -46,6 +46,7 @@ from smdist.workers.commit import (
     Overtaken,
     ResumePoint,
     resume_point,
+    sweep_dangling,
 )
 from smdist.workers.entering import enter_run
 from smdist.workers.intake import Intake
@@ -182,10 +183,12 @@ class Uploader:
             committer = self._make_committer(store, start, announcer, rolling, succeeds=succeeds)
             ending = await self._upload(committer, start, stack)
             await committer.confirm()
+            await rolling.close()
         else:
             self._catch_up(start)
             ending = Ending(start.last.state, start.last.reason)
         await self._summarise(store, start)
+        await sweep_dangling(store, self._info.session, self._patience)
         self._ledger.trouble, self._ledger.uploader_pid = "", 0
         return store, ending
 

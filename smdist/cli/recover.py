@@ -33,7 +33,11 @@ def run(spools: Sequence[Path], *, force: bool, give_up_s: float) -> int:
         hint = "" if spools else "; name the folder if a hook was given another spool_dir"
         console.print(f"nothing to recover: no spools of this user in {places}{hint}", markup=False)
         return 0
-    sent = [_one(console, path, bool(spools), force=force, give_up_s=give_up_s) for path in found]
+    sent = [
+        _one(console, path, bool(spools), force=force, give_up_s=give_up_s)
+        or (path not in spools and not path.exists())  # its own uploader was quicker
+        for path in found
+    ]
     return 0 if all(sent) else 1
 
 

@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument(
         "--ballast",
         action=argparse.BooleanOptionalAction,
-        default=True,
+        default=False,
         help="fill free memory with the page cache of a file first, which takes a minute: pages that "
         "a virtual machine has to ask its host for would be measured instead",
     )

@@ -3,7 +3,8 @@
 A virtual machine may hand memory that is free back to its host. A page that is taken from there
 costs ten times as much as one that was taken from the page cache (measured: writing 50 MB to a
 file takes 100 ms of a processor instead of 10), and everybody who writes files pays it, at random.
-So a file that fills what is free is written before, and looked at again when parts of it had to go.
+Here a file that fills what is free is written before, and looked at again when parts of it had to go.
+That has a price too: pages are taken from the cache while training goes on. See docs/benchmarks.md.
 """
 
 from __future__ import annotations

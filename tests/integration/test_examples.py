@@ -16,33 +16,15 @@ import pytest
 from smdist import create_trial, modes
 from smdist.errors import TensorUnavailableForStep
 from smdist.trials import Trial
+from tests.example_runs import EXAMPLES, run_example
 
 REPOSITORY = Path(__file__).parents[2]
-EXAMPLES = REPOSITORY / "examples"
 RANKS = 2
-
-
-def run(folder: Path, *command: str | Path) -> str:
-    """The output of an example, run in `folder`; it must end well and say nothing on stderr."""
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    environment.pop("USE_SMDIST", None)
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "smdist" not in done.stderr, done.stderr
-    return done.stdout
 
 
 def torchrun(folder: Path, *command: str | Path) -> str:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS))
-    return run(folder, *launcher, *command)
+    return run_example(folder, *launcher, *command)
 
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -85,7 +67,7 @@ def test_ddp_with_one_rank(tmp_path: Path) -> None:
 
 
 def test_single_process(tmp_path: Path) -> None:
-    run(tmp_path, EXAMPLES / "single_process.py", "--out-dir", "run", "--epochs", "2")
+    run_example(tmp_path, EXAMPLES / "single_process.py", "--out-dir", "run", "--epochs", "2")
     with create_trial(tmp_path / "run") as trial:
         # Each epoch has 4 training steps and 1 of evaluation; of the former every second is due, and
         # the last has the learning rate.
@@ -114,7 +96,9 @@ def test_single_process(tmp_path: Path) -> None:
 
 def test_gradient_accumulation(tmp_path: Path) -> None:
     """A step is an update. Momentum and update follow from the gradients that were captured."""
-    run(tmp_path, EXAMPLES / "gradient_accumulation.py", "--out-dir", "run", "--updates", "4")
+    run_example(
+        tmp_path, EXAMPLES / "gradient_accumulation.py", "--out-dir", "run", "--updates", "4"
+    )
     with create_trial(tmp_path / "run") as trial:
         assert trial.steps() == [0, 1, 2, 3]
         assert len(trial.tensor_names(step=1, collection="losses")) == 4
@@ -131,7 +115,7 @@ def test_gradient_accumulation(tmp_path: Path) -> None:
 
 def test_from_json(tmp_path: Path) -> None:
     config = json.loads((EXAMPLES / "config.json").read_text())
-    run(tmp_path, EXAMPLES / "from_json.py", "--config", EXAMPLES / "config.json")
+    run_example(tmp_path, EXAMPLES / "from_json.py", "--config", EXAMPLES / "config.json")
     with create_trial(tmp_path / config["LocalPath"]) as trial:
         assert trial.steps(modes.TRAIN) == [0, 2, 4, 6, 8]
         gradient = trial.tensor("gradient/Sequential_2.weight")
@@ -143,12 +127,14 @@ def test_from_json(tmp_path: Path) -> None:
 
 
 def test_read_a_run(tmp_path: Path) -> None:
-    run(tmp_path, EXAMPLES / "gradient_accumulation.py", "--out-dir", "run", "--updates", "3")
-    said = run(tmp_path, EXAMPLES / "read_a_run.py", "run")
+    run_example(
+        tmp_path, EXAMPLES / "gradient_accumulation.py", "--out-dir", "run", "--updates", "3"
+    )
+    said = run_example(tmp_path, EXAMPLES / "read_a_run.py", "run")
     assert "steps: 3, 0 to 2; 3 complete, 0 partial" in said
     assert "worker_0: ended, last step 2" in said
     assert "gradient/Linear_weight: median" in said
-    live = run(tmp_path, EXAMPLES / "read_a_run.py", "--live", "run")
+    live = run_example(tmp_path, EXAMPLES / "read_a_run.py", "--live", "run")
     assert [line for line in live.splitlines() if line in ("step 0", "step 1", "step 2")] == [
         "step 0",
         "step 1",
@@ -205,14 +191,14 @@ def test_the_code_of_the_readme(tmp_path: Path) -> None:
     torchrun(tmp_path, "train.py")
     # Every line that is a question answers it.
     (tmp_path / "read.py").write_text("\n".join(reading))
-    said = run(tmp_path, "-W", "error", "read.py")
+    said = run_example(tmp_path, "-W", "error", "read.py")
     assert "steps: 2, 0 to 100; 2 complete, 0 partial" in said
     assert [line.split()[0] for line in said.splitlines() if line[0].isdigit()] == ["0", "100"]
     (tmp_path / "ask.py").write_text(
         reading[0]
         + "\nprint(trial.workers(), trial.steps(), trial.missing(0), gradient.stack(0).shape)"
     )
-    said = run(tmp_path, "ask.py")
+    said = run_example(tmp_path, "ask.py")
     assert said.endswith("['worker_0', 'worker_1'] [0, 100] {} (2, 4, 4)\n")
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +12,9 @@ import tensorflow as tf
 import smdist.tensorflow as smd
 from smdist import create_trial, modes
 from smdist.trials import Trial
+from tests.example_runs import EXAMPLES, run_example
 
-REPOSITORY = Path(__file__).parents[2]
-EXAMPLES = REPOSITORY / "examples"
 TRAIN, EVAL = modes.TRAIN, modes.EVAL
-
-
-def run(folder: Path, *command: str | Path) -> str:
-    """The output of an example; it must end well and say nothing of ours on stderr."""
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TF_CPP_MIN_LOG_LEVEL": "3"}
-    environment.pop("USE_SMDIST", None)
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "smdist" not in done.stderr, done.stderr
-    return done.stdout
 
 
 def value(trial: Trial, name: str, step: int, worker: int = 0) -> Any:
@@ -44,7 +22,7 @@ def value(trial: Trial, name: str, step: int, worker: int = 0) -> Any:
 
 
 def test_fit(tmp_path: Path) -> None:
-    said = run(tmp_path, EXAMPLES / "keras_fit.py", "--out-dir", "run")
+    said = run_example(tmp_path, EXAMPLES / "keras_fit.py", "--out-dir", "run")
     assert "Loss values were {0: " in said
     with create_trial(tmp_path / "run") as trial:
         assert trial.steps(TRAIN) == [0, 10, 20]
@@ -61,7 +39,7 @@ def test_fit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [[], ["--compiled"]], ids=["eager", "compiled"])
 def test_tape(tmp_path: Path, options: list[str]) -> None:
-    run(tmp_path, EXAMPLES / "keras_tape.py", "--out-dir", "run", *options)
+    run_example(tmp_path, EXAMPLES / "keras_tape.py", "--out-dir", "run", *options)
     with create_trial(tmp_path / "run") as trial:
         assert trial.tensor("loss").steps(TRAIN) == [0, 10, 20, 30]
         assert trial.tensor("accuracy").steps(TRAIN) == list(range(32))
@@ -93,7 +71,7 @@ def check_replicas(trial: Trial) -> None:
 
 
 def test_mirrored(tmp_path: Path) -> None:
-    run(tmp_path, EXAMPLES / "keras_mirrored.py", "--out-dir", "run", "--interval", "1")
+    run_example(tmp_path, EXAMPLES / "keras_mirrored.py", "--out-dir", "run", "--interval", "1")
     with create_trial(tmp_path / "run") as trial:
         check_replicas(trial)
 

@@ -60,19 +60,19 @@ class Numbers:
             raise CorruptObject(self._store.url, key, "read", detail)
         return manifest.attached
 
-    async def load(self, summary: str) -> dict[str, bytes]:
+    async def load(self, key: str) -> dict[str, bytes]:
         """By the key of the manifest, what it carried. Empty when there is no such summary, or span."""
-        if summary in self._of_no_use:
+        if key in self._of_no_use:
             return {}
         try:
-            data = await self._store.get(summary)
+            data = await self._store.get(key)
             manifests = msgspec.json.decode(data, type=RankSpan).manifests  # either
         except (ObjectNotFound, msgspec.DecodeError):
             manifests = ()
         if any(self._session(_key(one)) not in ("", one.session) for one in manifests[:1]):
             manifests = ()
         found = {_key(one): one.attached for one in manifests}
-        found = {key: attached for key, attached in found.items() if attached}
+        found = {name: attached for name, attached in found.items() if attached}
         if not found:
-            self._of_no_use.add(summary)
+            self._of_no_use.add(key)
         return found

@@ -19,6 +19,7 @@ from smdist.workers.spool import Spool
 
 __all__ = ["Arenas", "Batch", "captured_bytes", "nothing", "prepare", "without"]
 
+_FORGET_S = 1.0
 _MODES = frozenset(mode.value for mode in ModeKeys)
 
 
@@ -28,6 +29,7 @@ class Arenas:
     def __init__(self, spool: Spool) -> None:
         self._spool = spool
         self._maps: dict[int, mmap.mmap] = {}
+        self._forgot = 0.0
 
     def read(self, arena: int, offset: int, nbytes: int) -> memoryview:
         """Those bytes, not copied; the training process reuses them once they are acknowledged."""
@@ -41,9 +43,15 @@ class Arenas:
         return memoryview(mapped)[offset : offset + nbytes]
 
     def forget(self) -> None:
-        """Let go of the pages, not of their content: they count as this process's memory."""
-        for mapped in self._maps.values():
-            mapped.madvise(mmap.MADV_DONTNEED)
+        """Let go of the pages, not of their content: they count as this process's memory.
+
+        Now and then: to map them again is a sixth of what storing them costs.
+        """
+        now = time.monotonic()
+        if now - self._forgot >= _FORGET_S:
+            self._forgot = now
+            for mapped in self._maps.values():
+                mapped.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
         for mapped in self._maps.values():

@@ -5,6 +5,8 @@ share the file system, see all of an object or none. Temporaries that a killed w
 are never listed nor readable, and go away when they are a day old. Files get the mode that the
 umask says: teammates can read a shared directory.
 
+Large objects go past the page cache, see `uncached`.
+
 A put that returned is safe from the death of any process; `durable` makes it wait for the disk too,
 which costs throughput and protects against the machine's own end.
 """
@@ -30,6 +32,7 @@ from smdist.errors import (
     StoreFull,
 )
 from smdist.storage.base import Buffer, check_key, check_range
+from smdist.storage.uncached import Uncached, drop
 
 __all__ = ["LocalStore"]
 
@@ -52,6 +55,7 @@ class LocalStore:
         self._root = os.path.abspath(os.path.expanduser(os.fspath(root)))
         self._temporaries = os.path.join(self._root, _TEMPORARY)
         self._durable = durable
+        self._uncached = Uncached()
         self._swept = False
 
     @property
@@ -115,7 +119,7 @@ class LocalStore:
         try:
             descriptor, temporary = self._temporary()
             try:
-                _write(descriptor, [_PROBE], stop)
+                self._write(descriptor, [_PROBE], stop)
             finally:
                 os.close(descriptor)
                 os.unlink(temporary)
@@ -133,7 +137,7 @@ class LocalStore:
             self._refuse(error, key, "put")
         try:
             try:
-                _write(descriptor, data, stop)
+                self._write(descriptor, data, stop)
                 if self._durable:
                     os.fsync(descriptor)
             finally:
@@ -154,6 +158,19 @@ class LocalStore:
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
+
+    def _write(self, descriptor: int, data: Sequence[Buffer], stop: threading.Event) -> None:
+        """All buffers, in order, without joining them. A writev may write less than it was given."""
+
+        def check() -> None:
+            if stop.is_set():
+                raise InterruptedError(errno.EINTR, "the caller gave up")
+
+        views = [_flat(memoryview(buffer)) for buffer in data if memoryview(buffer).nbytes]
+        self._uncached.write(descriptor, views, check)
+        while views:
+            check()
+            drop(views, os.writev(descriptor, views[:_IOV_MAX]))
 
     def _temporary(self) -> tuple[int, str]:
         if not self._swept:
@@ -239,21 +256,6 @@ class LocalStore:
 
 def _may_match(inside: str, prefix: str) -> bool:
     return inside.startswith(prefix) or prefix.startswith(inside)
-
-
-def _write(descriptor: int, data: Sequence[Buffer], stop: threading.Event) -> None:
-    """All buffers, in order, without joining them. A writev may write less than it was given."""
-    views = [_flat(memoryview(buffer)) for buffer in data if memoryview(buffer).nbytes]
-    first = 0
-    while first < len(views):
-        if stop.is_set():
-            raise InterruptedError(errno.EINTR, "the caller gave up")
-        written = os.writev(descriptor, views[first : first + _IOV_MAX])
-        while first < len(views) and written >= views[first].nbytes:
-            written -= views[first].nbytes
-            first += 1
-        if written:
-            views[first] = views[first][written:]
 
 
 def _flat(view: memoryview) -> memoryview:

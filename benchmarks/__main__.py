@@ -9,13 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from benchmarks.ballast import ballast
 from benchmarks.cases import CASES
 from benchmarks.machine import facts, load
 from benchmarks.picture import draw
@@ -117,13 +115,6 @@ def main() -> None:
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="of capture_cost")
     parser.add_argument("--out", help="folder to store runs in; default: where temporary files go")
     parser.add_argument(
-        "--ballast",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="fill free memory with the page cache of a file first, which takes a minute: pages that "
-        "a virtual machine has to ask its host for would be measured instead",
-    )
-    parser.add_argument(
         "--write",
         action=argparse.BooleanOptionalAction,
         help=f"put it into {PAGE} and {PICTURE}, where rows of what was not measured this time stay; "
@@ -142,15 +133,12 @@ def main() -> None:
     rounds = given.rounds or (3 if quick else 5)
     rows: list[Row] = []
     begun, load_before = time.monotonic(), load()
-    with ballast(given.out) if given.ballast else nullcontext("as it was") as filled:
-        print(f"memory: {filled}", file=sys.stderr, flush=True)
-        for each in selected:
-            at = time.monotonic()
-            print(f"{each.name} ...", file=sys.stderr, end=" ", flush=True)
-            rows += run(each, _options(each, given, rounds, quick))
-            print(f"{time.monotonic() - at:.0f} s", file=sys.stderr, flush=True)
+    for each in selected:
+        at = time.monotonic()
+        print(f"{each.name} ...", file=sys.stderr, end=" ", flush=True)
+        rows += run(each, _options(each, given, rounds, quick))
+        print(f"{time.monotonic() - at:.0f} s", file=sys.stderr, flush=True)
     about = facts() | {
-        "free memory": filled,
         "load average": f"{load_before} before, {load()} after (all that ran, this included)",
         "repeats": f"{rounds} rounds, {time.monotonic() - begun:.0f} s in all",
     }

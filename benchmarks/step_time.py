@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from benchmarks.ballast import keep_warm
 from benchmarks.cases import CASES, Case, chosen
 from benchmarks.peers.base import WANTED
 from benchmarks.pipe import Answer, Failed
@@ -29,7 +28,7 @@ from benchmarks.table import Row
 from benchmarks.teams import Team, cpu_s
 from benchmarks.timing import median, p99
 
-__all__ = ["Visit", "labels_of", "measure", "over", "play", "rows_of"]
+__all__ = ["Visit", "cost_of_a_save", "labels_of", "measure", "over", "play", "rows_of"]
 
 MB = 1e6
 LABELS = {
@@ -46,6 +45,7 @@ KEEPS_VALUES = ("smdist", "smdebug", "dcp", "torch_save", "safetensors")
 # Layers of the MLP, from few bytes to all.
 RATES = (r"_0\.(weight|bias)$", r"_2\.(weight|bias)$", r"_[02]\.(weight|bias)$", WANTED)
 RATE_BAR = 1.15
+AFTERWARDS = 4  # so many steps later what was saved is in the store
 
 
 class Visit(NamedTuple):
@@ -82,7 +82,6 @@ def _mean(values: Sequence[float]) -> float:
 def visit(team: Team, case: Case, place: Place, run: str, wanted: str = WANTED) -> Visit:
     url, folder = place.run(run)
     half = max(1, min(case.steps, 20) // 2)
-    keep_warm()
     team.ask("steps", count=2)  # while others had the machine, its caches went cold
     before, before_cpu = team.both_clocks(half)
     details = {"place": url, "wanted": wanted, "budget": case.budget}
@@ -170,10 +169,27 @@ def rows_of(
                 labels[peer],
             )
         )
+    if 1 < case.interval <= case.steps and visits.get("smdist"):
+        costs = [cost_of_a_save(one.captured, case) for one in visits["smdist"]]
+        what = f"{base}: smdist / its own steps between"
+        rows.append(Row(what, median(costs), "x", None, case.bar, "", (min(costs), max(costs))))
     for peer, bar in case.at_most.items():
         if visits.get("smdist") and visits.get(peer) and peer not in missing:
             rows.append(over(f"{base}: added by smdist / by {labels[peer]}", visits, peer, bar))
     return rows
+
+
+def cost_of_a_save(steps: Sequence[float], case: Case) -> float:
+    """Mean step over that of the steps in which nothing was saved or stored, of one visit.
+
+    A machine that gets slower or faster from second to second does not show in it.
+    """
+    by_phase: dict[int, list[float]] = {}
+    for index, step in enumerate(steps, case.warm_up):
+        by_phase.setdefault(min(index % case.interval, AFTERWARDS), []).append(step)
+    between = _mean(by_phase.pop(AFTERWARDS))
+    added = sum(_mean(found) - between for found in by_phase.values())
+    return 1 + added / (case.interval * between)
 
 
 def over(

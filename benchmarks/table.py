@@ -25,15 +25,14 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def verdict(self) -> str:
-        """Rounds on both sides of the bar prove nothing, whatever their median."""
+        """By the median; and whether the rounds agree."""
         if self.value is None:
             return "not measured"
         if self.bar is None:
             return ""
         low, high = self.spread or (self.value, self.value)
-        if low <= self.bar < high:
-            return "unclear"
-        return "met" if self.value <= self.bar else "MISSED"
+        found = "met" if self.value <= self.bar else "MISSED"
+        return f"{found}, not in all rounds" if low <= self.bar < high else found
 
     def cells(self) -> tuple[str, ...]:
         return (

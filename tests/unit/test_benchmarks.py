@@ -12,12 +12,14 @@ from benchmarks.__main__ import MEASUREMENTS, merge
 from benchmarks.cases import Case, chosen
 from benchmarks.picture import draw
 from benchmarks.pipe import Failed, Worker
+from benchmarks.step_time import cost_of_a_save
 from benchmarks.table import Row, markdown
 
 
-def test_rounds_on_both_sides_of_a_bar_prove_nothing() -> None:
+def test_the_median_decides_and_rounds_on_both_sides_are_told() -> None:
     assert Row("a", 1.05, "x", bar=1.08, spread=(1.01, 1.07)).verdict == "met"
-    assert Row("a", 1.05, "x", bar=1.08, spread=(1.01, 1.09)).verdict == "unclear"
+    assert Row("a", 1.05, "x", bar=1.08, spread=(1.01, 1.09)).verdict == "met, not in all rounds"
+    assert Row("a", 1.09, "x", bar=1.08, spread=(1.07, 1.1)).verdict == "MISSED, not in all rounds"
     assert Row("a", 1.10, "x", bar=1.08, spread=(1.09, 1.11)).verdict == "MISSED"
 
 
@@ -52,6 +54,14 @@ def test_the_picture_has_a_bar_for_each_row_of_a_group() -> None:
     assert len(bars) == 2
     assert {"MLP <full>", "smdist", "1.050", "9.00 (cut off)"} <= set(texts)
     assert draw([], "") == ""
+
+
+def test_what_a_save_costs_is_told_by_the_steps_around_it() -> None:
+    case = Case("", "", interval=10, steps=20, warm_up=5)
+    steps = [100.0] * 20
+    steps[5] = steps[15] = 108.0  # due
+    steps[6] = steps[16] = 102.0
+    assert cost_of_a_save(steps, case) == pytest.approx(1.01)
 
 
 def test_a_shorter_case_still_has_a_step_that_is_due() -> None:

@@ -198,6 +198,7 @@ class Process:
     """The rank as the test sees it. A thread listens to it, so that it never waits for the test."""
 
     def __init__(self, job: Job, folder: Path) -> None:
+        self.job = job
         self.stderr_path = folder / f"stderr-{time.monotonic_ns()}"
         self.said: list[dict[str, Any]] = []
         with self.stderr_path.open("wb") as stderr:

@@ -18,6 +18,14 @@ from smdist.workers.budget import Budget, Spent
 pytestmark = pytest.mark.torch
 
 
+class Cheap(Budget):
+    """As if each capture cost a hundredth of a step."""
+
+    def keeps(self, position: int, spent: Spent) -> bool:
+        told = Spent(self._positions * 1.0 + self._captures * 0.01, self._captures * 0.01, 0.0)
+        return super().keeps(position, told)
+
+
 class Dear(Budget):
     """As if each capture cost three steps."""
 
@@ -87,8 +95,9 @@ def test_what_is_far_too_dear_becomes_statistics(
         assert trial.tensor(loss).value(late).shape == ()
 
 
-def test_what_fits_is_all_saved(tmp_path: Path) -> None:
-    train(tmp_path / "run", 100, overhead_budget=0.9)
+def test_what_fits_is_all_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thrift, "Budget", Cheap)
+    train(tmp_path / "run", 100, overhead_budget=0.5)
     with create_trial(tmp_path / "run") as trial:
         assert trial.steps()[0] == 0
         assert len(trial.steps()) > 12, "one in four at the start, more later"

@@ -252,8 +252,12 @@ def test_through_rays_client(cluster: Cluster, tmp_path: Path) -> None:
     """From a machine that is no node."""
     job(tmp_path / "run")
     where = ("--address", f"ray://{cluster.address.partition(':')[0]}:{cluster.client_port}")
-    said = well(smdist("start", *where, "--watch", str(tmp_path / "run"), "--interval", "0.1"))
-    assert "complete up to step 2" in said
+    start = ("start", *where, "--watch", str(tmp_path / "run"), "--interval", "0.1")
+    done = smdist(*start)
+    if "Starting Ray client server failed" in done.stderr:
+        # The process that Ray gives each client did not come up; the next one gets another port.
+        done = smdist(*start)
+    assert "complete up to step 2" in well(done)
     assert "active" in well(smdist("status", *where, "--watch", str(tmp_path / "run")))
     well(smdist("stop", *where, "--watch", str(tmp_path / "run")))
 

@@ -6,6 +6,7 @@ import os
 import signal
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -99,8 +100,9 @@ def test_a_live_run_in_a_bucket_is_opened_with_few_requests(
 # -- by an uploader --------------------------------------------------------------------------------
 
 
-def test_its_uploader_writes_them_beside_its_manifests(tmp_path: Path) -> None:
-    out_dir = tmp_path / "out"
+@contextmanager
+def live_rank(tmp_path: Path, out_dir: Path) -> Iterator[Process]:
+    """One that has stored all its steps, with the spans of them, and waits."""
     job = Job(
         root=str(tmp_path / "spools"),
         out_dir=str(out_dir),
@@ -113,12 +115,18 @@ def test_its_uploader_writes_them_beside_its_manifests(tmp_path: Path) -> None:
         rank.next("open")
         until(lambda: len(list(out_dir.glob("manifests/*/*"))) >= STEPS, "all steps to be stored")
         until(lambda: len(list(out_dir.glob("spans/*/*"))) >= STEPS // 16, "spans")
+        yield rank
+
+
+def test_its_uploader_writes_them_beside_its_manifests(tmp_path: Path) -> None:
+    out_dir = tmp_path / "out"
+    with live_rank(tmp_path, out_dir) as rank:
         assert assert_spans_agree(out_dir)[0] == "000000-00000000-00000016.json"
         rank.popen.kill()
         rank.popen.wait()
         until(lambda: not rank.spool.exists(), "the uploader to finish")
         rank.rest()
-    assert_exactly_once(read_store(out_dir, job.elements), rank)
+    assert_exactly_once(read_store(out_dir, rank.job.elements), rank)
     assert not (out_dir / ".tmp").exists()
 
 
@@ -200,18 +208,7 @@ def end(rank: Process) -> None:
 def test_a_span_of_what_a_power_cut_took_is_not_believed(tmp_path: Path) -> None:
     """The spans survived it, the newest manifests did not; the next uploader writes them anew."""
     out_dir = tmp_path / "out"
-    job = Job(
-        root=str(tmp_path / "spools"),
-        out_dir=str(out_dir),
-        steps=STEPS,
-        slots=64,
-        ends="wait",
-        upload=OPTIONS,
-    )
-    with rank_process(job, tmp_path) as rank:
-        rank.next("open")
-        until(lambda: len(list(out_dir.glob("manifests/*/*"))) >= STEPS, "all steps to be stored")
-        until(lambda: len(list(out_dir.glob("spans/*/*"))) >= STEPS // 16, "spans")
+    with live_rank(tmp_path, out_dir) as rank:
         os.kill(rank.uploader_pid(), signal.SIGSTOP)
         *others, newest = sorted(out_dir.glob("spans/*/*"))
         left = int(newest.stem.rpartition("-")[2]) - 2

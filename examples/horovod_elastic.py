@@ -1,6 +1,6 @@
 """An elastic PyTorch job under Horovod: each time that ranks come or go is an attempt of the run.
 
-    horovodrun --gloo -np 2 --min-np 1 --host-discovery-script ./hosts.sh \\
+    horovodrun --gloo -np 2 --min-np 1 --host-discovery-script examples/elastic_hosts.sh \\
         python examples/horovod_elastic.py --out-dir runs/elastic
 
 Ranks are numbered anew when Horovod starts over, so the hook is made where training starts over too:

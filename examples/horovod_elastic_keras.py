@@ -1,6 +1,6 @@
 """An elastic Keras job under Horovod: each time that ranks come or go is an attempt of the run.
 
-    horovodrun --gloo -np 2 --min-np 1 --host-discovery-script ./hosts.sh \\
+    horovodrun --gloo -np 2 --min-np 1 --host-discovery-script examples/elastic_hosts.sh \\
         python examples/horovod_elastic_keras.py --out-dir runs/elastic
 
 As in horovod_elastic.py: the hook is made where training starts over, and the state that Horovod

@@ -20,9 +20,6 @@ from tests.horovod.rig import (
 
 pytestmark = job_marks
 
-# A machine whose rank failed is not used again, so both ranks need a machine of their own.
-HOSTS = "#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n"
-
 
 # So many batches that the first ones are stored long before the last one is trained.
 @pytest.mark.parametrize(
@@ -34,9 +31,7 @@ HOSTS = "#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n"
     ids=["torch", "keras"],
 )
 def test_a_rank_less(tmp_path: Path, script: str, batches: int, gradient: str) -> None:
-    place, hosts = tmp_path / "run", tmp_path / "hosts.sh"
-    hosts.write_text(HOSTS)
-    hosts.chmod(0o755)
+    place, hosts = tmp_path / "run", EXAMPLES / "elastic_hosts.sh"
     launcher = ("-np", "2", "--min-np", "1", "--host-discovery-script", str(hosts))
     with started(tmp_path) as job:
         words = ("--out-dir", place, "--batches", str(batches), "--interval", "1")

@@ -8,6 +8,7 @@ compiled as the model is, results reduced as Keras reduces them.
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable
 from typing import Any, cast
@@ -17,7 +18,7 @@ import tensorflow as tf
 from smdist.workers.keras_taps import Taps
 from smdist.workers.tf_host import unconverted
 
-__all__ = ["StepFunction", "is_keras_3"]
+__all__ = ["StepFunction", "build_by_tracing", "is_keras_3"]
 
 _COUNTERS = {"train": "_train_counter", "test": "_test_counter", "predict": "_predict_counter"}
 
@@ -30,8 +31,16 @@ class StepFunction:
     """`phase` is "train", "test" or "predict". Called on the training thread."""
 
     def __init__(
-        self, model: Any, phase: str, taps: Taps | None, optimizers: Callable[[], list[Any]]
+        self,
+        model: Any,
+        phase: str,
+        taps: Taps | None,
+        optimizers: Callable[[], list[Any]],
+        turn: int = 0,
     ) -> None:
+        """`turn`: how many functions ran these steps before, and drew random numbers from the same
+        seeds."""
+        self.turn = turn
         self._model, self._phase, self._taps, self._optimizers = model, phase, taps, optimizers
         self._reduce = _reducer(model)
         self.eager = bool(model.run_eagerly)
@@ -52,7 +61,13 @@ class StepFunction:
     def traces(self) -> int:
         return 0 if self.eager else int(self._function.experimental_get_tracing_count())
 
+    def trace(self, like: Any) -> Any:
+        """Trace the step for batches like that, or for batches that are described so, and run
+        nothing; its graph."""
+        return self._function.get_concrete_function(_without_optionals(like)).graph
+
     def _run(self, data: Any) -> Any:
+        self._sow()
         model = self._model
         strategy = model.distribute_strategy
         step = self._step
@@ -79,6 +94,12 @@ class StepFunction:
         return outputs, seen
 
     @unconverted
+    def _sow(self) -> None:
+        if self.turn and not self.eager:
+            graph = tf.compat.v1.get_default_graph()
+            graph.seed = _other_seed(graph.seed, self.turn)
+
+    @unconverted
     def _reduced(self, outputs: Any) -> Any:
         strategy = self._model.distribute_strategy
         how = "concat"
@@ -103,5 +124,41 @@ def _reducer(model: Any) -> Callable[..., Any]:
 
 def _without_optionals(data: Any) -> Any:
     """A part of a batch that is None comes out of a dataset as an empty Optional."""
-    optional = tf.experimental.Optional
-    return tf.nest.map_structure(lambda item: None if isinstance(item, optional) else item, data)
+    return tf.nest.map_structure(lambda item: None if _is_none(item) else item, data)
+
+
+def _is_none(item: Any) -> bool:
+    """Of a batch, or of what describes one."""
+    if isinstance(item, (tf.experimental.Optional, tf.OptionalSpec)):
+        return True
+    return isinstance(item, tf.TypeSpec) and item.value_type is type(None)
+
+
+def _other_seed(seed: int | None, turn: int) -> int:
+    if seed is None:  # operations may have seeds of their own
+        return random.SystemRandom().randrange(2**31)
+    return (seed + turn * 0x9E3779B1) % 2**31
+
+
+def build_by_tracing(model: Any, like: Any) -> None:
+    """Make the weights of `model`, for inputs like that or described so, and run nothing of it."""
+
+    def forward(inputs: Any) -> Any:
+        return model(inputs)
+
+    strategy = model.distribute_strategy
+    inputs = tf.nest.map_structure(lambda item: _described(strategy, item), like)
+    with strategy.scope():
+        function = tf.function(forward, autograph=not is_keras_3(model))
+        function.get_concrete_function(inputs)
+
+
+def _described(strategy: Any, item: Any) -> Any:
+    """The part that one replica gets, of any number of samples."""
+    if isinstance(item, tf.TypeSpec):
+        spec = getattr(item, "_value_specs", (item,))[0]
+    else:
+        spec = tf.type_spec_from_value(strategy.experimental_local_results(item)[0])
+    if isinstance(spec, tf.TensorSpec) and spec.shape.rank:
+        return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
+    return spec

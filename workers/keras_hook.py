@@ -21,6 +21,7 @@ from smdist.config import HookConfig
 from smdist.errors import ConfigurationError
 from smdist.identity import ModeKeys
 from smdist.manifest import CollectionInfo, Collections
+from smdist.workers.enrol import saves
 from smdist.workers.keras_functions import is_keras_3
 from smdist.workers.keras_lanes import Lane
 from smdist.workers.keras_phases import Phases, Place
@@ -54,7 +55,14 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
         )
         self._place = Place()
         self._phases = Phases(self._recording, self._clock, self._planner, self._mishaps)
-        self._tapes = Tapes(self._recording, self._clock, self._recorder, self._mishaps)
+        self._tapes = Tapes(
+            self._recording,
+            self._clock,
+            self._recorder,
+            self._manager,
+            self._mishaps,
+            lambda: self._phases.running,
+        )
 
     # -- what Keras calls ---------------------------------------------------------------------
 
@@ -62,7 +70,7 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
         super().set_model(model)
         # Keras 2 holds on to its function for `evaluate` before it says that it begins.
         if not is_keras_3(model) and getattr(model, "_is_compiled", False):
-            self._begin_phase("test")
+            self._begin_phase("test", early=True)
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         self._begin_phase("train")
@@ -82,6 +90,19 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
     def on_predict_end(self, logs: Mapping[str, Any] | None = None) -> None:
         self._phases.end(self.model, "predict")
 
+    def on_test_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+        self._phases.expect(self.model, "test")
+
+    def on_predict_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+        self._phases.expect(self.model, "predict")
+
+    # Keras 2 takes its time to say so, and need not for our sake.
+    def _implements_test_batch_hooks(self) -> bool:
+        return False
+
+    def _implements_predict_batch_hooks(self) -> bool:
+        return False
+
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """What the epoch's validation came to belongs to its last training step, if that is due."""
         found = {name: value for name, value in (logs or {}).items() if name.startswith("val_")}
@@ -98,13 +119,13 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
         except Exception as error:  # noqa: BLE001 (the policy decides)
             self._mishaps.handle(error, f"the end of epoch {epoch}")
 
-    def _begin_phase(self, kind: str) -> None:
+    def _begin_phase(self, kind: str, *, early: bool = False) -> None:
         if not self._active:
             return
         try:
             self._settle_ranks(self.model.distribute_strategy)
             if self._outlet.probe():
-                self._phases.begin(self.model, kind, self._place)
+                self._phases.begin(self.model, kind, self._place, early=early)
         except Exception as error:  # noqa: BLE001 (the policy decides)
             self._mishaps.handle(error, f"beginning to {kind}")
 
@@ -116,7 +137,8 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
     # -- what a script calls ------------------------------------------------------------------
 
     def wrap_optimizer(self, optimizer: Any) -> Any:
-        """Capture the gradients that `optimizer` applies; returns it.
+        """Capture the gradients that `optimizer` applies in `fit`, and in any loop what it keeps for a
+        registered model; returns it. The gradients of a loop are those of its tape: `wrap_tape`.
 
         The optimizer that a model was compiled with needs no wrapping.
         """
@@ -133,7 +155,10 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
             self._recording.register(model)
 
     def wrap_tape(self, tape: Any) -> Any:
-        """Begin a step, and capture the gradients that `tape` computes; returns it."""
+        """Begin a step, and capture the gradients that `tape` computes; returns it.
+
+        While another wrapped tape is open, and within `fit`, no step begins: theirs goes on.
+        """
         if not hasattr(tape, "gradient"):
             raise ConfigurationError(f"wrap_tape takes a GradientTape, not {tape!r}")
         return self._tapes.wrap(tape) if self._active else tape
@@ -141,25 +166,28 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
     # -- replicas -----------------------------------------------------------------------------
 
     def _settle_ranks(self, strategy: Any) -> None:
-        """Each replica of this process is a worker."""
-        if self._outlet.is_open or self._recording.lanes.others:
+        """Each replica of this process is a worker; the hook itself is the first one that saves."""
+        if self._place.replicas > 1:  # the process has become one of them
             return
         process = self._outlet.identity
         count = 1
         if strategy.num_replicas_in_sync > 1:
             count = len(strategy.extended.worker_devices)
         self._place = Place(process.world_size, count)
-        if count == 1:
+        if count == 1 or self._outlet.is_open:
             return
         first, world = process.rank * count, process.world_size * count
-        self._outlet.become(first, world)
-        for replica in range(1, count):
+        wanted = self._config.include_workers
+        own, *others = [r for r in range(count) if saves(first + r, wanted)] or [0]
+        self._outlet.become(first + own, world)
+        lanes = self._recording.lanes
+        lanes.replica = own
+        for replica in others:
             where = Whereabouts(first + replica, world, self._where.attempt, self._where.spool_dir)
             read = reading()
             outlet = Outlet(self._config, where, read.host, self._log, self._mishaps.trouble)
-            if outlet.probe():
-                lane = Lane(outlet, Recorder(read.describe), self._collections)
-                self._recording.lanes.others.append(lane)
+            recorder = Recorder(read.describe)
+            lanes.others.append(Lane(replica, outlet, recorder, self._collections))
 
     def _collections(self, worker: str) -> Collections:
         infos = tuple(CollectionInfo(**facts) for facts in self._planner.description())
@@ -176,6 +204,22 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
 
     def _forget(self) -> None:
         self._recording.forget()
+
+    def _ends(self) -> None:
+        if self._recording.optimizers and self._clock.step < 0 and self._outlet.probe():
+            self._mishaps.trouble(
+                "an optimizer was wrapped, but no step was seen, and no gradient saved: pass the hook "
+                "to fit(callbacks=[hook]), or wrap the tape of each step of a loop: "
+                "with hook.wrap_tape(tf.GradientTape()) as tape"
+            )
+
+    def _out_of_reach(self) -> str:
+        if self._phases.running:
+            return (
+                "a function that fit runs for a batch does not know its step; save in "
+                "on_train_batch_end of a callback, or compile the model with run_eagerly=True"
+            )
+        return super()._out_of_reach()
 
     def _uninstall(self) -> None:
         self._tapes.uninstall()

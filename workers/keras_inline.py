@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from smdist.planning import Planner
 from smdist.workers.keras_names import Names
-from smdist.workers.keras_taps import Taps, wants_of
+from smdist.workers.keras_taps import Anywhere, Taps, wants_of
 from smdist.workers.mishaps import Mishaps
 from smdist.workers.tf_aside import tell_when
 from smdist.workers.tf_host import Array, array_of, flat_tensors, tf_variable, unconverted
@@ -43,6 +43,8 @@ class Inline:
         with ThreadPoolExecutor(1) as elsewhere:
             self._armed = elsewhere.submit(_flag).result()
         self.seen = 0  # steps that told of themselves since `arm`
+        self._blind = False  # was it traced without telling anything?
+        self._step: Any = None  # as installed
 
     # -- around a call of the function --------------------------------------------------------
 
@@ -53,15 +55,33 @@ class Inline:
     def disarm(self) -> None:
         self._armed.assign(value=False)
 
+    def missed(self) -> None:
+        """A step that was due did not tell of itself."""
+        if self._blind:
+            self._mishaps.trouble(
+                f"{self._model.name} got its variables in its first step, too late for its steps to "
+                "be captured: build the model before it is trained (give it an input shape)"
+            )
+
     # -- while it is traced -------------------------------------------------------------------
 
     def install(self) -> None:
-        vars(self._model)[f"{self._kind}_step"] = self._around(
-            getattr(self._model, f"{self._kind}_step")
-        )
+        name, own = f"{self._kind}_step", vars(self._model)
+        step: Any = self._around(getattr(self._model, name))
+        step.before, step.gone = own.get(name), False
+        self._step = own[name] = step
 
     def remove(self) -> None:
-        vars(self._model).pop(f"{self._kind}_step", None)
+        """Another hook may have put its own around it: then this one goes when that does."""
+        name, own = f"{self._kind}_step", vars(self._model)
+        if self._step is not None:
+            self._step.gone = True
+        while getattr(own.get(name), "gone", False):
+            before = own[name].before
+            if before is None:
+                del own[name]
+            else:
+                own[name] = before
 
     def _around(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def step(data: Any) -> Any:
@@ -78,13 +98,12 @@ class Inline:
     @unconverted
     def _before(self, data: Any) -> tuple[Taps | None, Any]:
         if not self._model.built:
-            self._mishaps.trouble(
-                f"{self._model.name} gets its variables in its first step, which is not captured; "
-                "build the model before it is trained"
-            )
+            # Where this makes variables of the model, it is traced once more before it runs.
+            self._blind = True
             return None, None
+        self._blind = False
         names = self._recording.names(self._model)
-        wants = wants_of(_Anywhere(self._planner), names)
+        wants = wants_of(Anywhere(self._planner), names)
         variables = self._variables(names)
 
         described = [name for name, _ in variables]
@@ -135,13 +154,3 @@ class Inline:
 def _flag() -> Any:
     with tf.device("CPU:0"):
         return tf.Variable(False, trainable=False, name="smdist_armed")
-
-
-class _Anywhere:
-    """Stands for a step on which everything is due."""
-
-    def __init__(self, planner: Planner) -> None:
-        self._planner = planner
-
-    def wants(self, name: str) -> object | None:
-        return name if self._planner.wanted_anywhere(name) else None

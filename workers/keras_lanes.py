@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from smdist.errors import CaptureError
 from smdist.identity import StepRef, worker_name
 from smdist.manifest import Collections, collections_key
 from smdist.planning import StepPlan
@@ -20,14 +21,16 @@ __all__ = ["Lane", "Lanes"]
 
 
 class Lane:
-    """A replica after the first, whose recorder and outlet are the hook's own."""
+    """A replica beside the one whose recorder and outlet are the hook's own."""
 
     def __init__(
         self,
+        replica: int,
         outlet: Outlet[Array],
         recorder: Recorder[Array],
         describe: Callable[[str], Collections],
     ) -> None:
+        self.replica = replica
         self.outlet, self.recorder, self._describe = outlet, recorder, describe
         self.described = False
 
@@ -44,10 +47,12 @@ class Lane:
 
 
 class Lanes:
-    """All replicas of this process; `values` have one item for each."""
+    """The replicas of this process that save; `values` have one item for each replica, or one."""
 
-    def __init__(self, first: Recorder[Array]) -> None:
-        self.first = first
+    def __init__(self, first: Recorder[Array], tell: Callable[[str], None]) -> None:
+        """`tell` is told of tensors that are left out."""
+        self.first, self._tell = first, tell
+        self.replica = 0  # that `first` records
         self.others: list[Lane] = []
 
     def __len__(self) -> int:
@@ -67,12 +72,17 @@ class Lanes:
         wanted = [i for i, name in enumerate(names) if plan.wants(name) is not None]
         if not wanted:
             return
-        kept = tuple(names[i] for i in wanted)
-        recorders = [self.first, *(lane.recorder for lane in self.others)]
-        for replica, recorder in enumerate(recorders):
+        others = [(lane.replica, lane.recorder) for lane in self.others]
+        for replica, recorder in [(self.replica, self.first), *others]:
             if recorder.recording:
-                picked = [values[i][min(replica, len(values[i]) - 1)] for i in wanted]
-                recorder.offer_many(kept, [read(value) for value in picked])
+                found: dict[str, Array] = {}
+                for i in wanted:
+                    value = values[i][min(replica, len(values[i]) - 1)]
+                    try:
+                        found[names[i]] = read(value)
+                    except CaptureError as error:  # the others can still be had
+                        self._tell(f"{names[i]} is left out: {error}")
+                recorder.offer_many(tuple(found), list(found.values()))
 
     def close(self) -> None:
         self.first.close()

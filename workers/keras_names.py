@@ -12,6 +12,7 @@ By their place in the model, not by what Keras calls them, which differs between
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ import tensorflow as tf
 
 from smdist.workers.tf_host import is_variable, tf_variable
 
-__all__ = ["NamedVariable", "Names", "gradient_name", "loose_names", "weight_name"]
+__all__ = ["LooseNames", "NamedVariable", "Names", "gradient_name", "unique", "weight_name"]
 
 _NOT_SLOTS = ("_variables", "variables", "_trainable_variables")
 
@@ -71,7 +72,7 @@ class Names:
         for child in self._layers_of(layer):
             if id(child) in self._layer_paths or child is self.model:
                 continue
-            name = _unique(child.name, taken)
+            name = unique(child.name, taken)
             child_path = f"{path}/{name}" if path else name
             self._layer_paths[id(child)] = child_path
             self.layers[child_path] = child
@@ -79,7 +80,7 @@ class Names:
         taken.clear()
         for variable in layer.weights:
             if id(variable) not in self._paths:
-                leaf = _unique(_leaf(variable), taken)
+                leaf = unique(_leaf(variable), taken)
                 self._add(variable, f"{path or layer.name}/{leaf}")
 
     def _add(self, variable: Any, path: str) -> None:
@@ -113,7 +114,7 @@ class Names:
         taken = {named.name for named in found.values()}
         for variable in _all_of(optimizer):
             if id(variable) not in found and self.path_of(variable) is None:
-                name = _unique(f"optimizer/{_leaf(variable)}", taken)
+                name = unique(f"optimizer/{_leaf(variable)}", taken)
                 found[id(variable)] = NamedVariable(name, name, variable)
         return list(found.values())
 
@@ -136,16 +137,32 @@ class Names:
                     yield path, attribute.strip("_"), variable
 
 
-def loose_names(variables: Iterable[Any]) -> dict[int, str]:
-    """Paths of variables whose model nobody knows: layer and name, or all of it where that is not
-    enough to tell them apart. By `id` of the variable."""
-    variables = list(variables)
-    paths = [str(getattr(v, "path", v.name)).partition(":")[0] for v in variables]
-    short = ["/".join(path.split("/")[-2:]) for path in paths]
-    return {
-        id(variable): brief if short.count(brief) == 1 else path
-        for variable, path, brief in zip(variables, paths, short, strict=True)
-    }
+class LooseNames:
+    """Paths of variables whose model nobody knows: layer and name; all of it where that is not
+    enough to tell them apart; with a number where even that is the same. A name that was given
+    stays."""
+
+    def __init__(self) -> None:
+        self.numbered: list[str] = []
+        self._known: dict[int, tuple[Any, str]] = {}  # by `id`, which is its own while it is held
+        self._taken: set[str] = set()
+
+    def paths(self, variables: Iterable[Any], taken: Iterable[str] = ()) -> list[str]:
+        """Of each of them. Names in `taken` belong to others."""
+        variables = list(variables)
+        self._taken.update(taken)
+        fresh = list({id(v): v for v in variables if id(v) not in self._known}.values())
+        paths = [str(getattr(v, "path", v.name)).partition(":")[0] for v in fresh]
+        short = ["/".join(path.split("/")[-2:]) for path in paths]
+        times = Counter(short)
+        for variable, path, brief in zip(fresh, paths, short, strict=True):
+            clear = times[brief] == 1 and brief not in self._taken
+            asked = brief if clear else path
+            found = unique(asked, self._taken)
+            if found != asked:
+                self.numbered.append(found)
+            self._known[id(variable)] = variable, found
+        return [self._known[id(variable)][1] for variable in variables]
 
 
 def _all_of(optimizer: Any) -> list[Any]:
@@ -159,7 +176,8 @@ def _leaf(variable: Any) -> str:
     return str(variable.name).split("/")[-1].partition(":")[0]
 
 
-def _unique(name: str, taken: set[str]) -> str:
+def unique(name: str, taken: set[str]) -> str:
+    """`name`, with a number if it is taken; it is from now on."""
     found, count = name, 0
     while found in taken:
         count += 1

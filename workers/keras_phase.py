@@ -9,6 +9,19 @@ once its batch is there: the end of a dataset whose size nobody knows is no step
     anything else           the batch is taken, weights are captured, and the step runs as a
                             function of ours that also returns what is wanted of its inside; in a
                             job of several processes it stays Keras' (see `Inline`)
+
+What stands below a phase may be that of another hook. Whoever takes a batch takes it for all of them:
+the step runs once.
+
+Nobody says that a phase ended if `fit` was left by an exception. Whether a call still is of the `fit`
+that the hook is part of shows in what Keras does for everybody:
+
+    model.history           is new in every `fit`; in Keras 2 also for `evaluate` and `predict`
+    batches                 Keras 3 tells its callbacks of each before it calls, Keras 2 if any of
+                            them asks for it; asked of `evaluate` and `predict` alone
+
+Where a step draws random numbers `original` may come to be a function of ours for all steps (see
+`keep_to_one`).
 """
 
 from __future__ import annotations
@@ -25,7 +38,7 @@ if TYPE_CHECKING:
     from smdist.workers.keras_inline import Inline
     from smdist.workers.keras_recording import Recording
 
-__all__ = ["MODES", "Phase", "steps_per_execution"]
+__all__ = ["MODES", "Phase", "one_by_one", "steps_per_execution"]
 
 MODES = {"train": ModeKeys.TRAIN, "test": ModeKeys.EVAL, "predict": ModeKeys.PREDICT}
 
@@ -37,94 +50,163 @@ class Phase:
         clock: StepClock,
         model: Any,
         kind: str,
-        original: Callable[[Any], Any],
+        below: Callable[[Any], Any],
+        strange: Callable[[Phase], None],
         inline: Inline | None = None,
         *,
         whole: bool = True,
     ) -> None:
-        """`original` takes an iterator; that of Keras 3 for `predict` a list of batches.
+        """`below` takes an iterator; that of Keras 3 for `predict` a list of batches. `strange` is
+        told of a call that is none of this hook's business.
 
         Not `whole`: the inside of a step is out of reach.
         """
-        self.model, self.kind, self.original = model, kind, original
+        self.model, self.kind, self.below = model, kind, below
         self.inline, self._whole = inline, whole
-        self._recording, self._clock, self._mode = recording, clock, MODES[kind]
+        self.running = False  # tapes within it begin no steps
+        self.recording, self._clock, self._mode = recording, clock, MODES[kind]
+        self._strange = strange
         self._eager = bool(model.run_eagerly)
         self._single = not self._eager and steps_per_execution(self.model) == 1
+        self._quick = False  # until its function is settled
+        self.begun = self._on = False
+        self._told = self._tells = False
+        self._history: Any = None
+
+    @property
+    def original(self) -> Callable[[Any], Any]:
+        """Keras' own function, or that in its place."""
+        return [self, *self._lower()][-1].below
+
+    @original.setter
+    def original(self, function: Callable[[Any], Any]) -> None:
+        [self, *self._lower()][-1].below = function
+
+    def _lower(self) -> Iterator[Phase]:
+        """Those of other hooks that stand below this one."""
+        below = self.below
+        while isinstance(below, Phase):
+            yield below
+            below = below.below
+
+    # -- whose call it is ---------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The coming calls are of a `fit`, `evaluate` or `predict` with this hook."""
+        self.begun = self._on = True
+        self._told = self._tells = False
+        self._history = getattr(self.model, "history", None)
+
+    def rest(self) -> None:
+        """The coming calls, if any, are of somebody else."""
+        self._on = False
+
+    def expect(self) -> None:
+        """Keras says that it is about to call."""
+        self._told = self._tells = True
+
+    def _is_ours(self) -> bool:
+        if not self._on:
+            return False
+        if self._tells:
+            told, self._told = self._told, False
+            return told
+        history = getattr(self.model, "history", None)
+        if history is self._history:
+            return True
+        # A callback may evaluate the model while it is trained; that history has no epochs.
+        return self.kind == "train" and not hasattr(history, "epoch")
+
+    # -- calls --------------------------------------------------------------------------------
 
     def __call__(self, source: Any) -> Any:
+        if not self._is_ours():
+            self._strange(self)
+            return self.below(source)
         clock = self._clock
-        if self._single and clock.quiet > 0 and clock.mode is self._mode:
-            result = self.original(source)
-            clock.quiet -= 1  # now that there was a batch
-            return result
-        return self._attentive(source)
+        self.running = True
+        try:
+            if self._quick and clock.quiet > 0 and clock.mode is self._mode:
+                result = self.below(source)
+                clock.quiet -= 1  # now that there was a batch
+                return result
+            return self._attentive(source)
+        finally:
+            self.running = False
 
     def _attentive(self, source: Any) -> Any:
-        recording = self._recording
+        recording = self.recording
         if not recording.enter(self._mode):
-            return self.original(source)
+            return self.below(source)
         steps = steps_per_execution(self.model)
+        self._quick = self._single
         due = recording.due_within(steps)
         if due and (self.inline is not None or not self._whole):
             return self._from_inside(source, steps)
+        if not self._eager and self.inline is None and self._whole:
+            recording.keep_to_one(self, source, [phase.recording for phase in self._lower()])
         if self._eager or (due and steps > 1):
-            return self._one_by_one(source, steps)
+            others = self._others()
+            return one_by_one(self.kind, source, steps, lambda batch: self._recorded(batch, others))
         if steps > 1:
             before = self._counted()
-            result = self.original(source)
+            result = self.below(source)
             recording.passed(self._since(before, source, steps))
             return result
         if not due:
-            result = self.original(source)
+            result = self.below(source)
             recording.passed(1)
             return result
         if recording.wants_results_only(self.model):
             return self._from_inside(source, 1)
-        return self._recorded(next(_batches(source)))
+        return self._recorded(next(_batches(source)), self._others())
 
     def _from_inside(self, source: Any, steps: int) -> Any:
         """An execution of Keras' function in which something is due."""
-        recording, inline = self._recording, self.inline
+        recording, inline = self.recording, self.inline
         before = self._counted() if steps > 1 else None
         if inline is not None:
             inline.arm()
         try:
-            result = self.original(source)
+            result = self.below(source)
         finally:
             if inline is not None:
                 inline.disarm()
         if inline is None or inline.seen == 0:
+            if inline is not None:
+                inline.missed()
             with recording.without_variables():  # which are no longer what they were
                 recording.passed(self._since(before, source, steps) if steps > 1 else 1)
         recording.save_results(self.kind, result)
         recording.close()
         return result
 
-    def _one_by_one(self, source: Any, steps: int) -> Any:
-        results: list[Any] = []
-        batches = _batches(source)
-        while len(results) < steps:
-            try:
-                batch = next(batches)
-            except (StopIteration, tf.errors.OutOfRangeError):
-                if not results:
-                    raise
-                break
-            results.append(self._recorded(batch))
-        if self.kind != "predict" or len(results) == 1:
-            return results[-1]
-        return tf.nest.map_structure(lambda *parts: tf.concat(parts, axis=0), *results)
-
-    def _recorded(self, batch: Any) -> Any:
+    def _recorded(self, batch: Any, others: list[Phase]) -> Any:
         """One step, due or not, on a batch that is there."""
-        recording = self._recording
-        recording.build(self.model, batch)
-        recording.begin()
-        result = recording.run(self, batch)
-        recording.save_results(self.kind, result)
-        recording.close()
+        phases = [self, *others]
+        try:
+            for phase in phases:
+                phase.running = True
+                phase.recording.build(self.model, batch)
+                phase.recording.begin()
+            result = self.recording.run(self, batch, [other.recording for other in others])
+            for phase in phases:
+                phase.recording.save_results(self.kind, result)
+                phase.recording.close()
+        finally:
+            for other in others:
+                other.running = False
         return result
+
+    def _others(self) -> list[Phase]:
+        """Phases of other hooks that wait for the execution that this one takes for itself."""
+        found: list[Phase] = []
+        for phase in list(self._lower()):
+            if not phase._is_ours():
+                phase._strange(phase)
+            elif phase.recording.enter(phase._mode):
+                found.append(phase)
+        return found
 
     # -- steps_per_execution ------------------------------------------------------------------
 
@@ -140,6 +222,23 @@ class Phase:
         if before is None or now is None:
             return len(source) if isinstance(source, list) else steps
         return max(now - before, 0)
+
+
+def one_by_one(kind: str, source: Any, steps: int, run: Callable[[Any], Any]) -> Any:
+    """Take up to `steps` batches and `run` each: the result of an execution of so many."""
+    results: list[Any] = []
+    batches = _batches(source)
+    while len(results) < steps:
+        try:
+            batch = next(batches)
+        except (StopIteration, tf.errors.OutOfRangeError):
+            if not results:
+                raise
+            break
+        results.append(run(batch))
+    if kind != "predict" or len(results) == 1:
+        return results[-1]
+    return tf.nest.map_structure(lambda *parts: tf.concat(parts, axis=0), *results)
 
 
 def steps_per_execution(model: Any) -> int:

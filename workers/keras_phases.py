@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from smdist.planning import Planner
@@ -31,30 +32,85 @@ class Phases:
         self._phases: list[Phase] = []
         self._inlines: dict[tuple[int, str], tuple[Any, Inline]] = {}
 
-    def begin(self, model: Any, kind: str, place: Place) -> None:
-        """`fit`, `evaluate` or `predict` begins, or may be about to."""
-        attribute = f"{kind}_function"
-        if isinstance(getattr(model, attribute, None), Phase):
-            self._recording.phase_begins(model)
-            return
+    @property
+    def running(self) -> bool:
+        """Is a batch of `fit`, `evaluate` or `predict` on its way?"""
+        return any(phase.running for phase in self._phases)
+
+    # -- what Keras says ----------------------------------------------------------------------
+
+    def begin(self, model: Any, kind: str, place: Place, *, early: bool = False) -> None:
+        """`fit`, `evaluate` or `predict` begins; `early`: or may be about to."""
         if getattr(model, "_cluster_coordinator", None) is not None:
             self._mishaps.trouble(f"{model.name} runs in other processes and is not captured")
             return
+        phase = self._own(model, kind) or self._install(model, kind, place)
+        if not early:
+            phase.begin()
+        self._recording.phase_begins(model)
+
+    def expect(self, model: Any, kind: str) -> None:
+        """A batch is about to be there."""
+        for phase in self._phases:
+            if phase.kind == kind and phase.model is model:
+                phase.expect()
+
+    def end(self, model: Any, kind: str) -> None:
+        within = kind != "train" and self._trains(model)
+        for phase in self._of(model):
+            if not within:
+                self._take_out(phase)
+            elif phase.kind == kind:
+                phase.rest()  # there may be more to validate
+
+    def _step_aside(self, phase: Phase) -> None:
+        """`phase` was called by somebody who did not tell this hook."""
+        if phase not in self._phases:
+            return
+        if phase.kind == "train":  # `fit` was left by an exception, and this is another one
+            for other in self._of(phase.model):
+                self._take_out(other)
+        elif phase.begun and not self._trains(phase.model):
+            for other in self._of(phase.model):
+                if other is phase or not other.begun:
+                    self._take_out(other)
+
+    # -- on the model -------------------------------------------------------------------------
+
+    def _of(self, model: Any) -> list[Phase]:
+        return [phase for phase in self._phases if phase.model is model]
+
+    def _trains(self, model: Any) -> bool:
+        return any(phase.kind == "train" for phase in self._of(model))
+
+    def _own(self, model: Any, kind: str) -> Phase | None:
+        return next((p for p in _standing(model, kind) if p in self._phases), None)
+
+    def _install(self, model: Any, kind: str, place: Place) -> Phase:
         if kind == "train":
             self._check_stage(model, place)
         inline, whole = None, True
         if place.processes > 1 and not model.run_eagerly:
             inline = self._inline(model, kind, place)
             whole = inline is not None
-        if getattr(model, attribute, None) is None:
-            getattr(model, f"make_{attribute}")()
-        function = getattr(model, attribute)
+        attribute = f"{kind}_function"
+        if _function(model, kind) is None:
+            _make(model, kind)
         if inline is not None:
-            self._inlines[id(model), kind] = function, inline
-        phase = Phase(self._recording, self._clock, model, kind, function, inline, whole=whole)
+            self._inlines[id(model), kind] = _function(model, kind), inline
+        phase = Phase(
+            self._recording,
+            self._clock,
+            model,
+            kind,
+            getattr(model, attribute),
+            self._step_aside,
+            inline,
+            whole=whole,
+        )
         self._phases.append(phase)
         setattr(model, attribute, phase)
-        self._recording.phase_begins(model)
+        return phase
 
     def _check_stage(self, model: Any, place: Place) -> None:
         if self._recording.synced and max(place) > 1 and not horovod.reduces(model.optimizer):
@@ -75,30 +131,53 @@ class Phases:
         if why:
             self._mishaps.trouble(f"only losses and metrics of {model.name} are captured: {why}")
             return None
-        attribute = f"{kind}_function"
         function, inline = self._inlines.get((id(model), kind), (None, None))
-        if inline is None or function is not getattr(model, attribute, None):
-            inline = Inline(self._recording, self._planner, self._mishaps, model, kind)
-            setattr(model, attribute, None)  # what was traced before does not tell
+        if inline is not None and function is _function(model, kind):
+            inline.install()
+            return inline
+        inline = Inline(self._recording, self._planner, self._mishaps, model, kind)
         inline.install()
+        _make(model, kind)  # what was traced before does not tell
         return inline
-
-    def end(self, model: Any, kind: str) -> None:
-        mine = [phase for phase in self._phases if phase.model is model]
-        if kind == "test" and any(phase.kind == "train" for phase in mine):
-            return  # there may be more to validate
-        for phase in mine:
-            self._take_out(phase)
 
     def _take_out(self, phase: Phase) -> None:
         attribute = f"{phase.kind}_function"
         if getattr(phase.model, attribute, None) is phase:
-            setattr(phase.model, attribute, phase.original)
+            setattr(phase.model, attribute, phase.below)
+        for above in _standing(phase.model, phase.kind):
+            if above.below is phase:
+                above.below = phase.below
         if phase.inline is not None:
             phase.inline.remove()
+        phase.rest()  # Keras 2 may go on calling it
         self._phases.remove(phase)
 
     def uninstall(self) -> None:
         for phase in tuple(self._phases):
             self._take_out(phase)
         self._inlines.clear()
+
+
+def _standing(model: Any, kind: str) -> Iterator[Phase]:
+    """The phases, of any hook, between the model and Keras' function: the outermost first."""
+    found = getattr(model, f"{kind}_function", None)
+    while isinstance(found, Phase):
+        yield found
+        found = found.below
+
+
+def _function(model: Any, kind: str) -> Any:
+    """Keras' own, if there is one."""
+    found = getattr(model, f"{kind}_function", None)
+    return found.original if isinstance(found, Phase) else found
+
+
+def _make(model: Any, kind: str) -> None:
+    """Let Keras make its function anew, below whatever phases stand there."""
+    attribute = f"{kind}_function"
+    phases = list(_standing(model, kind))
+    setattr(model, attribute, None)
+    getattr(model, f"make_{attribute}")()
+    if phases:
+        phases[-1].below = getattr(model, attribute)
+        setattr(model, attribute, phases[0])

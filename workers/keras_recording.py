@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,11 +13,12 @@ from smdist.collection import CollectionKeys
 from smdist.config import CollectionManager
 from smdist.identity import ModeKeys
 from smdist.planning import Planner, StepPlan
-from smdist.workers.keras_functions import StepFunction
+from smdist.workers.keras_functions import StepFunction, build_by_tracing
 from smdist.workers.keras_lanes import Lanes
 from smdist.workers.keras_names import NamedVariable, Names
 from smdist.workers.keras_phase import Phase
-from smdist.workers.keras_taps import Taps, Wants, wants_of
+from smdist.workers.keras_random import OneFunction, draws, example, turn_after
+from smdist.workers.keras_taps import NOTHING, Anywhere, Taps, Wants, union, wants_of
 from smdist.workers.mishaps import Mishaps
 from smdist.workers.recorder import Recorder
 from smdist.workers.steps import StepClock
@@ -46,12 +47,14 @@ class Recording:
         self.synced = synced
         self._clock, self._planner, self._manager = clock, planner, manager
         self._mishaps, self._attend, self.enter = mishaps, attend, enter
-        self.lanes = Lanes(recorder)
+        self.lanes = Lanes(recorder, mishaps.trouble)
         self._recorder = recorder
         self.optimizers: list[Any] = []  # besides the model's own
+        self._beside: Sequence[Recording] = ()  # of other hooks that look into the same step
         self._names: dict[int, Names] = {}
         self._functions: dict[tuple[int, str, Wants | None], tuple[Any, StepFunction]] = {}
         self._wants: dict[tuple[StepPlan, int], Wants] = {}
+        self._examined: dict[tuple[int, str], Any] = {}  # functions of Keras, or in their place
         self._model: Any = None  # of the phase that runs
         self._registered: Any = None
 
@@ -114,14 +117,12 @@ class Recording:
         first step starts with."""
         if model.built:
             return
-        strategy = model.distribute_strategy
         try:
-            inputs = batch[0] if isinstance(batch, tuple) else batch
-            one = tf.nest.map_structure(
-                lambda value: strategy.experimental_local_results(value)[0][:1], inputs
-            )
-            with strategy.scope():
-                model(one)
+            inputs = _inputs(batch)
+            try:
+                build_by_tracing(model, inputs)
+            except Exception:  # noqa: BLE001 (there are models that can only be run)
+                _run_once(model, inputs)
         except Exception as error:  # noqa: BLE001 (the step itself will tell)
             self._mishaps.trouble(f"the weights of {model.name} before its first step: {error}")
 
@@ -157,31 +158,51 @@ class Recording:
 
     # -- the inside of a step -----------------------------------------------------------------
 
-    def run(self, phase: Phase, batch: Any) -> Any:
-        model, kind = phase.model, phase.kind
-        plan = self._recorder.plan
-        if plan is None:
-            return self._function(phase, None)(batch)[0]
-        wants: Wants | None = self.wants(plan, self.names(model))
-        function = self._function(phase, wants if wants is not None and any(wants) else None)
+    def run(self, phase: Phase, batch: Any, others: Sequence[Recording] = ()) -> Any:
+        """The step that has begun, here and for `others`: once, as a function that tells what any of
+        them wants of its inside."""
+        everybody = [self, *others]
+        wanted = [wants for one in everybody if any(wants := one._inside(phase.model))]
+        self._beside = others
+        result, seen = self._step(phase, batch, wanted)
+        if wanted:
+            for one in everybody:  # its plan says what of it is wanted
+                one._save(seen)
+        return result
+
+    def _step(
+        self, phase: Phase, batch: Any, wanted: list[Wants]
+    ) -> tuple[Any, dict[str, tuple[Any, ...]]]:
+        if isinstance(phase.original, OneFunction):
+            return phase.original.step(batch)
+        if not wanted:
+            return self._own(phase, None)(batch)
+        function = self._own(phase, union(wanted))
         try:
-            result, seen = function(batch)
+            return function(batch)
         except Exception as error:
             if function.traced or function.eager:
                 raise
             # Nothing has run yet. Is it the step itself that cannot be traced, or our part in it?
-            result, seen = self._function(phase, None)(batch)
-            self._mishaps.handle(error, f"looking into the {kind} step of {model.name}")
-        self._save(seen)
-        return result
+            found = self._own(phase, None)(batch)
+            self._cannot_look(error, phase)
+            return found
+
+    def _cannot_look(self, error: Exception, phase: Phase) -> None:
+        for one in (self, *self._beside):
+            one._mishaps.handle(error, f"looking into the {phase.kind} step of {phase.model.name}")
+
+    def _inside(self, model: Any) -> Wants:
+        plan = self._recorder.plan
+        return NOTHING if plan is None else self.wants(plan, self.names(model))
 
     def _save(self, seen: dict[str, tuple[Any, ...]]) -> None:
         try:
             self.lanes.offer(tuple(seen), list(seen.values()), array_of)
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._mishaps.handle(error, f"capturing step {self._clock.step}")
+            self._mishaps.handle(error, f"step {self._clock.step}")
 
-    def _function(self, phase: Phase, wants: Wants | None) -> StepFunction:
+    def _own(self, phase: Phase, wants: Wants | None) -> StepFunction:
         model = phase.model
         key = (id(model), phase.kind, wants)
         basis, function = self._functions.get(key, (None, None))
@@ -190,13 +211,72 @@ class Recording:
             taps = None
             if wants is not None:
                 taps = Taps(self.names(model), wants, self._mishaps, self.synced)
-            function = StepFunction(model, phase.kind, taps, lambda: self.optimizers_of(model))
+            function = StepFunction(
+                model,
+                phase.kind,
+                taps,
+                lambda: self.optimizers_of(model),
+                turn_after(phase.original),
+            )
             self._functions[key] = phase.original, function
         return function
 
+    # -- random numbers -----------------------------------------------------------------------
+
+    def keep_to_one(self, phase: Phase, source: Any, others: Sequence[Recording]) -> None:
+        """Before the first step of a phase: if its step draws random numbers, all steps are to run
+        through one function. Nothing is run to find out."""
+        key = id(phase.model), phase.kind
+        if self._examined.get(key) is phase.original:
+            return
+        try:
+            self._examine(phase, source, others)
+        except Exception as error:  # noqa: BLE001 (the step itself will tell)
+            self._mishaps.trouble(
+                f"whether {phase.model.name} draws random numbers is not known: {error}"
+            )
+        self._examined[key] = phase.original
+
+    def _examine(self, phase: Phase, source: Any, others: Sequence[Recording]) -> None:
+        model, kind, like = phase.model, phase.kind, example(source)
+        if like is None:
+            return
+        if not model.built:
+            if set(self._planner.active()) <= _RESULTS:
+                return
+            build_by_tracing(model, _inputs(like))
+        found = [one._wants_anywhere(model, kind) for one in (self, *others)]
+        wanted = [wants for wants in found if wants is not None]
+        if not wanted:
+            return
+        wants = union(wanted)
+        if isinstance(phase.original, OneFunction) and phase.original.covers(wants):
+            return
+        self._beside = others
+        function = self._own(phase, wants if any(wants) else None)
+        if not draws(function.trace(like)):
+            return
+
+        def plain(error: Exception) -> StepFunction:
+            self._cannot_look(error, phase)
+            return self._own(phase, None)
+
+        phase.original = OneFunction(model, kind, function, wants, plain)
+
+    def _wants_anywhere(self, model: Any, kind: str) -> Wants | None:
+        """What any step may have to tell of its inside; None if none runs as a function of ours."""
+        names = self.names(model)
+        wants = wants_of(Anywhere(self._planner), names)
+        if kind != "train":
+            wants = wants._replace(gradients=frozenset())
+        variables = [*names.variables, *self.optimizer_variables(names, kind)]
+        if any(wants) or any(self._planner.wanted_anywhere(v.name) for v in variables):
+            return wants
+        return None
+
     def optimizers_of(self, model: Any) -> list[Any]:
         own = getattr(model, "optimizer", None)
-        found = [own, *self.optimizers]
+        found = [own, *self.optimizers, *(o for one in self._beside for o in one.optimizers)]
         return list({id(o): o for o in found if o is not None}.values())
 
     @property
@@ -216,7 +296,7 @@ class Recording:
             self.know_metrics(found)
             self.lanes.offer(tuple(found), [(value,) for value in found.values()], array_of)
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._mishaps.handle(error, f"capturing step {self._clock.step}")
+            self._mishaps.handle(error, f"step {self._clock.step}")
 
     def know_metrics(self, names: Iterable[str]) -> None:
         metrics = self._manager.get(CollectionKeys.METRICS)
@@ -259,14 +339,30 @@ class Recording:
     def forget(self) -> None:
         """The configuration changed."""
         self._wants.clear()
+        self._examined.clear()
         self.lanes.forget()
 
     def uninstall(self) -> None:
         self._functions.clear()
         self._names.clear()
+        self._examined.clear()
         self._wants.clear()
         self.optimizers.clear()
+        self._beside = ()
         self._model = self._registered = None
+
+
+def _inputs(batch: Any) -> Any:
+    return batch[0] if isinstance(batch, tuple) else batch
+
+
+def _run_once(model: Any, inputs: Any) -> None:
+    strategy = model.distribute_strategy
+    one = tf.nest.map_structure(
+        lambda value: strategy.experimental_local_results(value)[0][:1], inputs
+    )
+    with strategy.scope():
+        model(one)
 
 
 def _patterns(names: Names, target: Any, inputs: bool, outputs: bool) -> list[str]:

@@ -4,6 +4,12 @@
         loss = ...
     gradients = tape.gradient(loss, variables)           loss, weights and gradients are captured
 
+A tape that is wrapped while another is open takes part in its step. Within `fit` a tape begins
+nothing: its step is the batch, and what it computes is captured as it is applied.
+
+Variables of a model that `register_model` was given are captured as the step begins, before a
+layer can change them; others when their gradients show that they exist.
+
 In a `tf.function` the same lines are traced once. There the graph asks at every step whether it is
 due, and only on one that is hands its tensors over. Layers are seen in eager loops alone, those of
 the model that `register_model` was given.
@@ -11,27 +17,59 @@ the model that `register_model` was given.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Container, Iterable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
+from smdist.collection import CollectionKeys
+from smdist.config import CollectionManager
 from smdist.identity import ModeKeys
-from smdist.workers import horovod
-from smdist.workers.keras_names import Names, gradient_name, loose_names, weight_name
+from smdist.workers.keras_names import (
+    LooseNames,
+    NamedVariable,
+    gradient_name,
+    unique,
+    weight_name,
+)
 from smdist.workers.keras_recording import Recording
 from smdist.workers.keras_taps import Taps
 from smdist.workers.mishaps import Mishaps
 from smdist.workers.recorder import Recorder
 from smdist.workers.steps import StepClock
-from smdist.workers.tf_aside import ask, tell_when
+from smdist.workers.tf_aside import ask, compiled, tell_when
+from smdist.workers.tf_gradient import Save, watch
 from smdist.workers.tf_host import Array, array_of, is_variable, tf_variable, unconverted
 
 __all__ = ["Tapes"]
 
-_Save = Callable[[Any, Any, Any], None]  # of a target, variables and their gradients
+_Tapes = list[weakref.ref[Any]]  # a tape holds everything that it has recorded
+
+_LOSS = "loss"
+_COMPILED = (
+    "a tape in a function that XLA compiles is not captured: XLA lets nothing out; make that "
+    "tf.function with jit_compile=False"
+)
+
+
+class _Found(NamedTuple):
+    """What a call of `gradient` shows, by name."""
+
+    computed: dict[str, Any]  # loss and gradients: tensors, another one with every call
+    variables: dict[str, Any]
+
+
+class _Traced(NamedTuple):
+    """A step that is traced into a graph."""
+
+    graph: Any
+    due: Any  # a tensor of it: whether the step is captured
+    started: frozenset[str]  # names of variables whose values at its start are told
+    loose: LooseNames
+    tapes: _Tapes
 
 
 class Tapes:
@@ -40,85 +78,158 @@ class Tapes:
         recording: Recording,
         clock: StepClock,
         recorder: Recorder[Array],
+        manager: CollectionManager,
         mishaps: Mishaps,
+        in_fit: Callable[[], bool],
     ) -> None:
-        self._recording, self._clock = recording, clock
-        self._recorder, self._mishaps = recorder, mishaps
+        """`in_fit`: is a step of `fit` running, which this hook counts and captures?"""
+        self._recording, self._clock, self._manager = recording, clock, manager
+        self._recorder, self._mishaps, self._in_fit = recorder, mishaps, in_fit
         self._taps: Taps | None = None
         self._tapped = ExitStack()
+        self._tapes: _Tapes = []  # of the step, in an eager loop
+        self._taken: set[str] = set()  # names that the step has values for
+        self._loose = LooseNames()
+        self._traced: _Traced | None = None  # the latest
 
+    @unconverted
     def wrap(self, tape: Any) -> Any:
-        if _replicas() > 1:
-            self._mishaps.trouble(
-                "a loop of the script's own over several replicas is not captured"
-            )
-        elif not tf.executing_eagerly():
-            self._wrap_traced(tape)
-        elif self._begin() and self._recorder.recording:
-            self._tap()
-            self._watch(tape, self._untap, self._save_eager)
+        try:
+            if self._in_fit():
+                return tape
+            if _replicas() > 1:
+                self._mishaps.trouble(
+                    "a loop of the script's own over several replicas is not captured"
+                )
+            elif tf.executing_eagerly():
+                self._wrap_eager(tape)
+            elif compiled():
+                self._mishaps.trouble(_COMPILED)
+            else:
+                self._wrap_traced(tape)
+        except Exception as error:  # noqa: BLE001 (the policy decides)
+            self._mishaps.handle(error, "wrapping a tape")
         return tape
 
     def uninstall(self) -> None:
+        self._remove_taps()
+        self._tapes, self._traced = [], None
+        self._taken, self._loose = set(), LooseNames()
+
+    def _remove_taps(self) -> None:
         self._tapped.close()
         self._taps = None
 
     def _begin(self) -> bool:
-        self.uninstall()
+        """Where a tape is wrapped, in every run: a step begins, unless one goes on. Is the hook at
+        work?"""
+        if self._in_fit():
+            return False
+        if _any_open(self._tapes):
+            return True
+        self._remove_taps()
+        self._tapes = []
         try:
             if not self._recording.enter(ModeKeys.TRAIN):
                 return False
-            # Weights come with the gradients: in a graph nothing else is sure to be in order.
+            before = self._clock.step
             with self._recording.without_variables():
                 self._recording.begin()
+            if self._clock.step != before:  # `hook.step()` may not have ended the last one yet
+                self._taken, self._loose = set(), LooseNames()
         except Exception as error:  # noqa: BLE001 (the policy decides)
             self._mishaps.handle(error, "beginning a step")
         return True
 
-    # -- the tape -----------------------------------------------------------------------------
+    # -- what is captured ---------------------------------------------------------------------
 
-    def _watch(self, tape: Any, before: Callable[[], None], save: _Save) -> None:
-        if horovod.reducer_of(tape) is not None:
-            vars(tape)["gradient"] = unconverted(self._around_reduction(tape, before, save))
-            return
-        kind, synced = type(tape), self._recording.synced
+    def _at_start(self) -> list[NamedVariable]:
+        """Variables that are known before the step shows them."""
+        names = self._recording.registered_names()
+        if names is None:
+            return []
+        taken: set[str] = set()
+        return [
+            *names.variables,
+            *(
+                named._replace(name=unique(named.name, taken))
+                for optimizer in self._recording.optimizers
+                for named in names.optimizer_variables(optimizer)
+            ),
+        ]
 
-        def gradient(own: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
-            before()
-            result = kind.gradient(own, target, sources, *args, **kwargs)
-            if synced and horovod.reducer_of(own) is not None:
-                _after_reduction(own, lambda variables, found: save(target, variables, found))
-            else:
-                save(target, sources, result)
-            return result
+    def _found(
+        self, target: Any, sources: Any, result: Any, loose: LooseNames, known: Container[str]
+    ) -> _Found:
+        """Variables but those in `known`."""
+        pairs = [
+            (variable, gradient)
+            for variable, gradient in zip(
+                tf.nest.flatten(sources), tf.nest.flatten(result), strict=False
+            )
+            if is_variable(variable)
+        ]
+        computed: dict[str, Any] = {}
+        variables: dict[str, Any] = {}
+        losses = tf.nest.flatten(target)
+        if len(losses) == 1 and tf.is_tensor(losses[0]):
+            computed[_LOSS] = losses[0]
+        paths = self._paths([variable for variable, _ in pairs], loose)
+        for (variable, gradient), path in zip(pairs, paths, strict=True):
+            if gradient is not None:
+                computed[gradient_name(path)] = gradient
+            variables[weight_name(path)] = variable
+        registered = self._recording.registered_names()
+        if registered is not None:
+            # Of a model that got them in this step. What is not trained may have changed since.
+            variables.update((n.name, n.variable) for n in registered.variables if _trained(n))
+        return _Found(computed, {n: v for n, v in variables.items() if n not in known})
 
-        # Horovod makes another tape, of a class of its own that is derived from this one's.
-        tape.__class__ = type(kind.__name__, (kind,), {"gradient": unconverted(gradient)})
+    def _paths(self, variables: list[Any], loose: LooseNames) -> list[str]:
+        names = self._recording.registered_names()
+        known = [None if names is None else names.path_of(variable) for variable in variables]
+        unknown = [v for v, path in zip(variables, known, strict=True) if path is None]
+        taken = [] if names is None else [named.path for named in names.variables]
+        given = iter(loose.paths(unknown, taken))
+        if loose.numbered:
+            self._mishaps.trouble(
+                "several variables of a step have the same name, and are numbered (one is saved as "
+                f"{loose.numbered[0]}); give their layers different names"
+            )
+        return [next(given) if path is None else path for path in known]
 
-    def _around_reduction(self, tape: Any, before: Callable[[], None], save: _Save) -> Any:
-        original, reducer = tape.gradient, horovod.reducer_of(tape)
-        synced = self._recording.synced
+    def _offer(self, names: Iterable[str], values: Iterable[Any]) -> None:
+        """Values of the step; further ones of the same name are numbered."""
+        names = list(names)
+        numbered = tuple(unique(name, self._taken) for name in names)
+        losses = self._manager.get(CollectionKeys.LOSSES)
+        for name, found in zip(names, numbered, strict=True):
+            if name == _LOSS and found != name and not losses.has_tensor_name(found):
+                losses.add_tensor_name(found)
+        self._recording.lanes.offer(numbered, [(value,) for value in values], array_of)
 
-        def gradient(target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
-            local: dict[int, Any] = {}
-
-            def reduce(gradients: Any, variables: Any, *more: Any) -> Any:
-                local.update(zip(map(id, variables), gradients, strict=True))
-                return reducer(gradients, variables, *more)
-
-            before()
-            vars(tape)["_allreduce_grads"] = reduce
-            try:
-                result = original(target, sources, *args, **kwargs)
-            finally:
-                vars(tape)["_allreduce_grads"] = reducer
-            pairs = zip(sources, result, strict=True)
-            save(target, sources, result if synced else [local.get(id(v), g) for v, g in pairs])
-            return result
-
-        return gradient
+    def _offer_variables(self, names: Iterable[str], values: Iterable[Any]) -> None:
+        """What they are first seen as in a step is what it starts with."""
+        fresh = {n: v for n, v in zip(names, values, strict=True) if n not in self._taken}
+        self._taken.update(fresh)
+        self._recording.lanes.offer(tuple(fresh), [(v,) for v in fresh.values()], array_of)
 
     # -- eager --------------------------------------------------------------------------------
+
+    def _wrap_eager(self, tape: Any) -> None:
+        if not _any_open(self._tapes):
+            if not self._begin():
+                return
+            if self._recorder.recording:
+                self._save_start()
+                self._tap()
+        self._tapes.append(weakref.ref(tape))
+        if self._recorder.recording:
+            watch(tape, self._untap, self._save_eager, synced=self._recording.synced)
+
+    def _save_start(self) -> None:
+        variables = self._at_start()
+        self._offer_variables([n.name for n in variables], [n.variable for n in variables])
 
     def _tap(self) -> None:
         names, plan = self._recording.registered_names(), self._recorder.plan
@@ -139,107 +250,99 @@ class Tapes:
         try:
             seen = taps.end()
             if self._recorder.recording:
-                self._offer(list(seen), list(seen.values()))
+                self._offer(seen, seen.values())
         except Exception as error:  # noqa: BLE001 (the policy decides)
             self._mishaps.handle(error, "capturing layers")
 
     def _save_eager(self, target: Any, sources: Any, gradients: Any) -> None:
         try:
             if self._recorder.recording:
-                self._offer(*self._found(target, sources, gradients))
-                self._offer(*self._kept_by_optimizers())
+                found = self._found(target, sources, gradients, self._loose, self._taken)
+                self._offer(found.computed, found.computed.values())
+                self._offer_variables(found.variables, found.variables.values())
                 self._recording.close()
         except Exception as error:  # noqa: BLE001 (the policy decides)
             self._mishaps.handle(error, "capturing gradients")
 
-    def _found(self, target: Any, sources: Any, result: Any) -> tuple[list[str], list[Any]]:
-        """Names, and the tensors or variables that go with them."""
-        pairs = [
-            (variable, gradient)
-            for variable, gradient in zip(
-                tf.nest.flatten(sources), tf.nest.flatten(result), strict=False
-            )
-            if is_variable(variable)
-        ]
-        registered = self._recording.registered_names()
-        paths = _paths(registered, [variable for variable, _ in pairs])
-        found: dict[str, Any] = {}
-        losses = tf.nest.flatten(target)
-        if len(losses) == 1 and tf.is_tensor(losses[0]):
-            found["loss"] = losses[0]
-        for (variable, gradient), path in zip(pairs, paths, strict=True):
-            if gradient is not None:
-                found[gradient_name(path)] = gradient
-            found[weight_name(path)] = variable
-        if registered is not None:
-            found.update((named.name, named.variable) for named in registered.variables)
-        return list(found), list(found.values())
-
-    def _kept_by_optimizers(self) -> tuple[list[str], list[Any]]:
-        names = self._recording.registered_names()
-        kept = [
-            named
-            for optimizer in self._recording.optimizers
-            if names is not None
-            for named in names.optimizer_variables(optimizer)
-        ]
-        return [named.name for named in kept], [named.variable for named in kept]
-
-    def _offer(self, names: list[str], values: list[Any]) -> None:
-        self._recording.lanes.offer(tuple(names), [(value,) for value in values], array_of)
-
     # -- in a traced function -----------------------------------------------------------------
 
     def _wrap_traced(self, tape: Any) -> None:
-        due = ask(self._begin_traced)
+        graph, step = tf.compat.v1.get_default_graph(), self._traced
+        if step is None or step.graph is not graph:
+            step = self._traced = self._trace(graph, LooseNames())
+        elif not _any_open(step.tapes):
+            step = self._traced = self._trace(graph, step.loose)
+        step.tapes.append(weakref.ref(tape))
+        watch(tape, lambda: None, self._saving(step), synced=self._recording.synced)
 
-        def save(target: Any, sources: Any, gradients: Any) -> None:
-            names, values = self._found(target, sources, gradients)
+    def _trace(self, graph: Any, loose: LooseNames) -> _Traced:
+        """Have a step begin at this place of every run."""
+        variables = self._at_start()
+        names = [named.name for named in variables]
+        due, wanted = ask(lambda: self._begin_traced(names), 2)
+        if variables:
             tell_when(
-                due,
-                lambda: [
-                    tf_variable(value).read_value()
-                    if is_variable(value)
-                    else tf.convert_to_tensor(value)
-                    for value in values
-                ],
-                lambda *arrays: self._save_traced(names, arrays),
+                wanted,
+                lambda: _readings(named.variable for named in variables),
+                lambda *arrays: self._save_traced([], names, arrays),
             )
+        return _Traced(graph, due, frozenset(names), loose, [])
 
-        self._watch(tape, lambda: None, save)
+    def _saving(self, step: _Traced) -> Save:
+        def save(target: Any, sources: Any, gradients: Any) -> None:
+            try:
+                if compiled():
+                    self._mishaps.trouble(_COMPILED)
+                    return
+                self._tell(step, self._found(target, sources, gradients, step.loose, step.started))
+            except Exception as error:  # noqa: BLE001 (the policy decides)
+                self._mishaps.handle(error, "tracing gradients")
 
-    def _begin_traced(self) -> Any:
-        return np.bool_(self._begin() and self._recorder.recording)
+        return save
 
-    def _save_traced(self, names: list[str], arrays: tuple[Array, ...]) -> Any:
+    def _tell(self, step: _Traced, found: _Found) -> None:
+        computed, variables = list(found.computed), list(found.variables)
+        tell_when(
+            step.due,
+            lambda: _readings([*found.computed.values(), *found.variables.values()]),
+            lambda *arrays: self._save_traced(computed, variables, arrays),
+        )
+
+    def _begin_traced(self, names: list[str]) -> Any:
+        """Is the step captured, and any of these variables?"""
+        plan = self._recorder.plan if self._begin() else None
+        wanted = plan is not None and any(plan.wants(name) is not None for name in names)
+        return np.bool_(plan is not None), np.bool_(wanted)
+
+    def _save_traced(
+        self, computed: list[str], variables: list[str], arrays: tuple[Array, ...]
+    ) -> Any:
         try:
-            self._offer(names, list(arrays))
-            self._recording.close()
+            self._offer(computed, arrays[: len(computed)])
+            self._offer_variables(variables, arrays[len(computed) :])
+            if computed:
+                self._recording.close()
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._mishaps.handle(error, "capturing gradients")
+            self._mishaps.handle(error, "capturing a step")
         return np.bool_(True)
 
 
-def _after_reduction(tape: Any, save: Callable[[Any, Any], None]) -> None:
-    """Show `save` what the reduction that `tape` is about to do gives."""
-    reducer = horovod.reducer_of(tape)
+def _any_open(tapes: _Tapes) -> bool:
+    return any(getattr(reference(), "_recording", False) for reference in tapes)
 
-    def reduce(gradients: Any, variables: Any, *more: Any) -> Any:
-        vars(tape)["_allreduce_grads"] = reducer
-        found = reducer(gradients, variables, *more)
-        save(variables, found)
-        return found
 
-    vars(tape)["_allreduce_grads"] = unconverted(reduce)
+def _trained(named: NamedVariable) -> bool:
+    return bool(named.variable.trainable)
+
+
+def _readings(values: Iterable[Any]) -> list[Any]:
+    return [
+        tf_variable(value).read_value() if is_variable(value) else tf.convert_to_tensor(value)
+        for value in values
+    ]
 
 
 def _replicas() -> int:
     """How many of them this process runs side by side."""
     strategy = tf.distribute.get_strategy()
     return 1 if strategy.num_replicas_in_sync == 1 else len(strategy.extended.worker_devices)
-
-
-def _paths(names: Names | None, variables: list[Any]) -> list[str]:
-    known = [None if names is None else names.path_of(variable) for variable in variables]
-    loose = loose_names(variables)
-    return [path or loose[id(variable)] for path, variable in zip(known, variables, strict=True)]

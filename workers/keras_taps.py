@@ -9,18 +9,21 @@ taps is not slowed down by them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
 
+from smdist.codec import dtype_code
+from smdist.errors import CaptureError
+from smdist.planning import Planner
 from smdist.workers import horovod
 from smdist.workers.keras_names import Names, gradient_name
 from smdist.workers.mishaps import Mishaps
 from smdist.workers.tf_host import flat_tensors, unconverted
 
-__all__ = ["Taps", "Wants", "wants_of"]
+__all__ = ["NOTHING", "Anywhere", "Taps", "Wants", "union", "wants_of"]
 
 _MODEL = ("inputs", "labels", "predictions", "batch_loss")
 
@@ -30,6 +33,13 @@ class Wants(NamedTuple):
     outputs: frozenset[str]
     gradients: frozenset[str]  # of variables
     model: frozenset[str]
+
+
+NOTHING = Wants(*[frozenset[str]()] * 4)
+
+
+def union(wanted: Sequence[Wants]) -> Wants:
+    return Wants(*(frozenset[str]().union(*parts) for parts in zip(*wanted, strict=True)))
 
 
 class _Wanting(Protocol):
@@ -50,6 +60,16 @@ def wants_of(plan: _Wanting, names: Names) -> Wants:
         ),
         frozenset(name for name in _MODEL if wanted(name)),
     )
+
+
+class Anywhere:
+    """Stands for a step on which everything is due."""
+
+    def __init__(self, planner: Planner) -> None:
+        self._planner = planner
+
+    def wants(self, name: str) -> object | None:
+        return name if self._planner.wanted_anywhere(name) else None
 
 
 class Taps:
@@ -165,13 +185,26 @@ class Taps:
         found = {}
         for base, (first, tensors) in seen.items():
             for index, tensor in enumerate(tensors):
-                found[base if index == 0 and first == 1 else f"{base}_{index}"] = tensor
+                name = base if index == 0 and first == 1 else f"{base}_{index}"
+                if self._storable(name, tensor):
+                    found[name] = tensor
         for base in self._seeing.hidden.keys() - seen.keys():
             self._mishaps.trouble(
                 f"{base} is computed inside a function or loop of its own and cannot be seen"
             )
         self._seeing.hidden = self._seeing.graph = None
         return found
+
+    def _storable(self, name: str, tensor: Any) -> bool:
+        try:
+            dtype_code(tensor.dtype.as_numpy_dtype)
+        except CaptureError:
+            self._mishaps.trouble(
+                f"{name} is left out: its elements are of type {tensor.dtype.name}, "
+                "which cannot be stored"
+            )
+            return False
+        return True
 
     @unconverted
     def _note(self, base: str, value: Any, again: bool = False) -> None:
@@ -216,7 +249,7 @@ class Taps:
 
     @unconverted
     def _note_gradients(self, scaling: Any, pairs: list[tuple[Any, Any]]) -> None:
-        scale = getattr(scaling, "dynamic_scale", None)
+        scale = _loss_scale(scaling)
         for gradient, variable in pairs:
             path = self._names.path_of(variable)
             if gradient is None or path not in self._wants.gradients:
@@ -225,6 +258,14 @@ class Taps:
                 dense = tf.convert_to_tensor(gradient)
                 gradient = dense / tf.cast(tf.convert_to_tensor(scale), dense.dtype)
             self._note(gradient_name(path), gradient, again=True)
+
+
+def _loss_scale(optimizer: Any) -> Any:
+    """What the loss of this step was multiplied with, if anything."""
+    initial = getattr(optimizer, "initial_scale", None)
+    if initial is not None and not getattr(optimizer, "built", True):
+        return initial  # its variable comes with the first update
+    return getattr(optimizer, "dynamic_scale", None)
 
 
 @contextmanager

@@ -94,6 +94,10 @@ def hooked(folder: Path, interval: int = 1, **options: Any) -> smd.KerasHook:
     )
 
 
+def is_ours(function: Any) -> bool:
+    return type(function).__module__.partition(".")[0] == "smdist"
+
+
 def read(folder: Path) -> Trial:
     trial = smd.create_trial(folder)
     assert trial.loaded_all_steps

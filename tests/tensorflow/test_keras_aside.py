@@ -7,13 +7,14 @@ is another one on the rank that saves makes the whole job wait.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from smdist.workers.tf_aside import ask, tell_when
+from smdist.workers.tf_aside import ask, compiled, tell, tell_when
 
 
 def reduction(tensor: Any) -> Any:
@@ -88,3 +89,73 @@ def test_nothing_is_told_unless_it_is_due() -> None:
     flag.assign(value=False)
     function(tf.constant(3.0))
     assert told == [2.0]
+
+
+def _reading(variable: Any) -> list[Any]:
+    return [variable.read_value()]
+
+
+def test_one_after_the_other() -> None:
+    """Whether they read variables or not: what they tell is recorded by one hand."""
+    told: list[str] = []
+    weights = [tf.Variable(float(number)) for number in range(8)]
+
+    def listener(name: str) -> Callable[..., bool]:
+        def listen(*_: Any) -> bool:
+            told.append(name)
+            return True
+
+        return listen
+
+    def step(data: Any) -> Any:
+        due = ask(listener("begin"))
+        for number, weight in enumerate(weights):
+            reading = partial(_reading, weight)
+            tell_when(due, reading, listener(f"when {number}"))
+            tell([data], listener(f"always {number}"))
+        return data + 1
+
+    tf.function(step, autograph=False)(tf.constant(1.0))
+    expected = [f"{kind} {number}" for number in range(8) for kind in ("when", "always")]
+    assert told == ["begin", *expected]
+
+
+def test_several_answers() -> None:
+    answers = tf.function(lambda: ask(lambda: (True, False), 2))()
+    assert [bool(answer) for answer in answers] == [True, False]
+
+
+def test_what_xla_compiles() -> None:
+    found: dict[str, bool] = {}
+
+    def look(name: str) -> None:
+        found[name] = compiled()
+
+    def branch() -> Any:
+        look("branch")
+        return tf.constant(1.0)
+
+    def inside() -> Any:
+        look("itself")
+        plain("within")
+        return tf.cond(tf.constant(value=True), branch, lambda: tf.constant(0.0))
+
+    def outside() -> Any:
+        look("around")
+        return whole()
+
+    plain = tf.function(look)
+    whole = tf.function(inside, jit_compile=True)
+    look("eager")
+    plain("plain")
+    tf.function(outside)()
+    look("after")
+    assert found == {
+        "eager": False,
+        "plain": False,
+        "around": False,
+        "itself": True,
+        "within": True,
+        "branch": True,
+        "after": False,
+    }

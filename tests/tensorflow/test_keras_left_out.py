@@ -1,0 +1,153 @@
+"""What cannot be stored of a step is left out, and said once; everything else of it is there."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import smdist.tensorflow as smd
+from smdist.workers.tf_host import array_of
+from tests.tensorflow.keras_jobs import BATCH, close, data, hooked, make_model, read, way
+
+TRAIN = smd.modes.TRAIN
+WAYS = ["eager", "compiled", "inline"]
+
+
+def said(caplog: pytest.LogCaptureFixture, words: str) -> int:
+    return sum(words in record.getMessage() for record in caplog.records)
+
+
+def quiet_hook(folder: Path, **options: Any) -> smd.KerasHook:
+    """One that goes on after an error."""
+    return smd.KerasHook(folder, save_config=smd.SaveConfig(save_interval=1), **options)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_strings(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
+    layers = tf.keras.layers
+    words = tf.keras.Input(shape=(1,), dtype="string", name="words")
+    numbers = tf.keras.Input(shape=(3,), name="numbers")
+    ids = layers.StringLookup(vocabulary=["a", "b", "c"], name="lookup")(words)
+    flat = layers.Flatten(name="flat")(layers.Embedding(5, 3, name="table")(ids))
+    joined = layers.Concatenate(name="join")([flat, numbers])
+    model = tf.keras.Model([words, numbers], layers.Dense(1, name="top")(joined))
+    options, place = way(name)
+    model.compile(optimizer="sgd", loss="mse", run_eagerly=options.pop("eager", False), **options)
+    x = np.arange(24, dtype=np.float32).reshape(8, 3)
+    given = (tf.constant([["a"], ["b"], ["c"], ["a"]] * 2), x), np.ones((8, 1), np.float32)
+    batches = tf.data.Dataset.from_tensor_slices(given).batch(BATCH)
+    wanted = ["gradients", "inputs", "outputs", "layers"]
+    with (
+        caplog.at_level(logging.WARNING, logger="smdist"),
+        hooked(tmp_path / "run", include_collections=wanted, **place) as hook,
+    ):
+        model.fit(batches, epochs=2, shuffle=False, verbose=0, callbacks=[hook])
+    trial = read(tmp_path / "run")
+    for tensor in (
+        "gradients/top/kernelGrad",
+        "gradients/table/embeddingsGrad",
+        "labels",
+        "predictions",
+        "inputs_1",
+        "lookup/outputs",
+        "table/outputs",
+    ):
+        assert trial.tensor(tensor).steps(mode=TRAIN) == [0, 1, 2, 3], tensor
+    close(trial.tensor("inputs_1").value(1, mode=TRAIN), x[4:])
+    assert not {"inputs_0", "lookup/inputs"} & set(trial.tensor_names())
+    for tensor in ("inputs_0", "lookup/inputs"):
+        assert said(caplog, f"{tensor} is left out: its elements are of type string") == 1
+    assert all(record.exc_info is None for record in caplog.records)
+
+
+def test_what_cannot_be_read_does_not_take_the_others_with_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, y = data(8)
+    model = make_model()
+
+    class Offering(tf.keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            values = [(np.array(["a"], object),), (np.full(2, batch),)]
+            hook._recording.lanes.offer(("mine_text", "mine_number"), values, array_of)
+
+    with (
+        caplog.at_level(logging.WARNING, logger="smdist"),
+        hooked(tmp_path / "run", include_regex="^mine") as hook,
+    ):
+        model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[hook, Offering()])
+    found = read(tmp_path / "run").tensor("mine_number").values(mode=TRAIN)
+    assert {step: list(value) for step, value in found.items()} == {0: [0, 0], 1: [1, 1]}
+    assert said(caplog, "mine_text is left out") == 1
+
+
+def test_what_goes_wrong_at_every_step_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = data()
+    model = make_model()
+    hook = quiet_hook(tmp_path / "run", include_collections=["gradients"])
+
+    def fail(seen: Any, *rest: Any) -> None:
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(hook._recording.lanes, "offer", fail)
+    with caplog.at_level(logging.WARNING, logger="smdist"), hook:
+        model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[hook])
+    assert hook.mode_steps[TRAIN] == 4
+    assert said(caplog, "no room") == 1
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["compiled", "eager"])
+def test_the_gradients_of_the_first_step_are_not_scaled(tmp_path: Path, eager: bool) -> None:
+    """An optimizer that scales the loss has no variable for that before its first update."""
+    x, y = data(8)
+    model = make_model(compiled=False)
+    rate, scale = 0.1, 1024.0
+    scaling = tf.keras.mixed_precision.LossScaleOptimizer(
+        tf.keras.optimizers.SGD(rate), initial_scale=scale
+    )
+    model.compile(optimizer=scaling, loss="mse", jit_compile=False, run_eagerly=eager)
+    with hooked(tmp_path / "run", include_collections=["weights", "gradients"]) as hook:
+        model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[hook])
+    trial = read(tmp_path / "run")
+    weights, gradients = (
+        trial.tensor(n) for n in ("hidden/weights/hidden/kernel:0", "gradients/hidden/kernelGrad")
+    )
+    after = weights.value(0, mode=TRAIN) - rate * gradients.value(0, mode=TRAIN)
+    close(weights.value(1, mode=TRAIN), after)
+
+
+def test_a_model_without_variables_among_several_processes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That it is not captured is said where it is so, and only there."""
+    x, y = data(8)
+
+    class Net(tf.keras.Model):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(name="late")
+            self.top = tf.keras.layers.Dense(2, name="top")
+
+        def call(self, inputs: Any) -> Any:
+            return self.top(inputs)
+
+    options, place = way("inline")
+    model = Net()
+    model.compile(optimizer=tf.keras.optimizers.Adam(), loss="mse", **options)
+    with (
+        caplog.at_level(logging.WARNING, logger="smdist"),
+        quiet_hook(tmp_path / "run", include_collections=["gradients"], **place) as hook,
+    ):
+        model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[hook])
+    trial = read(tmp_path / "run")
+    tensor = "gradients/top/kernelGrad"
+    steps = trial.tensor(tensor).steps(mode=TRAIN) if tensor in trial.tensor_names() else []
+    assert steps in ([], [0, 1, 2, 3])
+    assert said(caplog, "late got its variables in its first step") == (not steps)
+    assert said(caplog, "first step, which is not captured") == 0

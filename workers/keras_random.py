@@ -1,0 +1,90 @@
+"""Steps that draw random numbers by operations that keep a state of their own.
+
+Such an operation (`tf.random.normal`, Dropout of Keras 2) goes on where it stopped, but in its own
+function alone: another function begins the sequence anew, and a step that runs there gets numbers
+that an earlier step had. So all steps of such a model run through one function, from the first on,
+and Keras goes on with it when the hook is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+from smdist.workers.keras_functions import StepFunction
+from smdist.workers.keras_phase import one_by_one, steps_per_execution
+from smdist.workers.keras_taps import NOTHING, Wants
+
+__all__ = ["OneFunction", "draws", "example", "turn_after"]
+
+
+class OneFunction:
+    """Stands where Keras keeps the function that it calls for every execution."""
+
+    def __init__(
+        self,
+        model: Any,
+        kind: str,
+        function: StepFunction,
+        wants: Wants,
+        plain: Callable[[Exception], StepFunction],
+    ) -> None:
+        """`wants`: what `function` tells of its inside. `plain` is asked for one that tells nothing,
+        should it turn out that `function` cannot be compiled."""
+        self._model, self._kind, self._plain = model, kind, plain
+        self.function, self._wants = function, wants
+
+    def __call__(self, source: Any) -> Any:
+        steps = steps_per_execution(self._model)
+        return one_by_one(self._kind, source, steps, lambda batch: self.step(batch)[0])
+
+    def step(self, batch: Any) -> tuple[Any, dict[str, tuple[Any, ...]]]:
+        try:
+            return self.function(batch)
+        except Exception as error:
+            if self.function.traced or self.function.eager or not any(self._wants):
+                raise
+            self.function, self._wants = self._plain(error), NOTHING  # nothing has run yet
+            return self.function(batch)
+
+    def covers(self, wants: Wants) -> bool:
+        return all(asked <= told for asked, told in zip(wants, self._wants, strict=True))
+
+
+def example(source: Any) -> Any:
+    """What the batches of a function's argument are like; None if that is not known."""
+    if isinstance(source, (list, tuple)):
+        return source[0] if source else None
+    return getattr(source, "element_spec", None)
+
+
+def draws(graph: Any) -> bool:
+    """Is there an operation with a random state of its own, in the graph or a function of it?"""
+    definition = graph.as_graph_def()
+    functions = (function.node_def for function in definition.library.function)
+    return any(map(_draws, chain(definition.node, *functions)))
+
+
+def _draws(node: Any) -> bool:
+    attributes = node.attr
+    if "seed" not in attributes or "seed2" not in attributes:
+        return False
+    # Recurrent layers have them on a GPU for their dropout, which Keras does itself.
+    return "dropout" not in attributes or attributes["dropout"].f != 0
+
+
+def turn_after(original: Any) -> int:
+    """Of how many functions the next one would repeat the numbers."""
+    if isinstance(original, OneFunction):
+        return original.function.turn + 1
+    return int(_traced(original))
+
+
+def _traced(function: Any, depth: int = 3) -> bool:
+    count = getattr(function, "experimental_get_tracing_count", None)
+    if count is not None:
+        return int(count()) > 0
+    # That of Keras 3 has those that are traced in itself.
+    cells = (getattr(function, "__closure__", None) or ()) if depth else ()
+    return any(_traced(cell.cell_contents, depth - 1) for cell in cells)

@@ -1,0 +1,70 @@
+"""Seeing what a `tf.GradientTape` computes: on one tape, that of Horovod included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from smdist.workers import horovod
+from smdist.workers.tf_host import unconverted
+
+__all__ = ["Save", "watch"]
+
+Save = Callable[[Any, Any, Any], None]  # of a target, variables and their gradients
+
+
+def watch(tape: Any, before: Callable[[], None], save: Save, *, synced: bool) -> None:
+    """Around each `tape.gradient(...)` call `before` and `save`. `synced`: gradients are wanted as
+    they are after a reduction, if there is one."""
+    if horovod.reducer_of(tape) is not None:
+        vars(tape)["gradient"] = unconverted(_around_reduction(tape, before, save, synced))
+        return
+    kind = type(tape)
+
+    def gradient(own: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        before()
+        result = kind.gradient(own, target, sources, *args, **kwargs)
+        if synced and horovod.reducer_of(own) is not None:
+            _after_reduction(own, lambda variables, found: save(target, variables, found))
+        else:
+            save(target, sources, result)
+        return result
+
+    # Horovod makes another tape, of a class of its own that is derived from this one's.
+    tape.__class__ = type(kind.__name__, (kind,), {"gradient": unconverted(gradient)})
+
+
+def _around_reduction(tape: Any, before: Callable[[], None], save: Save, synced: bool) -> Any:
+    original, reducer = tape.gradient, horovod.reducer_of(tape)
+
+    def gradient(target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        local: dict[int, Any] = {}
+
+        def reduce(gradients: Any, variables: Any, *more: Any) -> Any:
+            local.update(zip(map(id, variables), gradients, strict=True))
+            return reducer(gradients, variables, *more)
+
+        before()
+        vars(tape)["_allreduce_grads"] = reduce
+        try:
+            result = original(target, sources, *args, **kwargs)
+        finally:
+            vars(tape)["_allreduce_grads"] = reducer
+        pairs = zip(sources, result, strict=True)
+        save(target, sources, result if synced else [local.get(id(v), g) for v, g in pairs])
+        return result
+
+    return gradient
+
+
+def _after_reduction(tape: Any, save: Callable[[Any, Any], None]) -> None:
+    """Show `save` what the reduction that `tape` is about to do gives."""
+    reducer = horovod.reducer_of(tape)
+
+    def reduce(gradients: Any, variables: Any, *more: Any) -> Any:
+        vars(tape)["_allreduce_grads"] = reducer
+        found = reducer(gradients, variables, *more)
+        save(variables, found)
+        return found
+
+    vars(tape)["_allreduce_grads"] = unconverted(reduce)

@@ -105,6 +105,8 @@ def from_scratch(store: Store) -> View:
     async def read() -> list[Fact]:
         facts: list[Fact] = []
         for key in await store.list(""):
+            if key.startswith("merged/"):
+                continue  # not the ranks', and may go at any time
             data = await store.get(key)
             if key.startswith("sessions/"):
                 facts.append(msgspec.json.decode(data, type=Session))

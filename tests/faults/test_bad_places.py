@@ -517,7 +517,7 @@ def test_training_does_not_wait_for_an_uploader_that_never_comes(
 
 # One journal file fits there, a second one does not: the script goes on until it is needed.
 FULL_JOURNAL = """
-import subprocess, sys
+import subprocess, sys, time
 import numpy, torch
 import smdist.pytorch as smd
 out_dir, spools, room = sys.argv[1:]
@@ -541,7 +541,8 @@ dropped = hook.usage().dropped_tensors
 if room == "again":
     subprocess.run(["mount", "-o", "remount,size=64m", spools], check=True)
     whole = 0
-    while whole < 3:  # it is not tried at every record
+    while whole < 3:  # it is tried twice a second
+        time.sleep(0.01)  # so that what is dropped meanwhile is little enough to be listed
         model(torch.ones(1, 3)).sum().backward()
         step += 1
         whole = whole + 1 if hook.usage().dropped_tensors == dropped else 0

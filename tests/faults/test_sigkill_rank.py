@@ -20,7 +20,7 @@ from smdist.identity import modes
 from smdist.trials import Trial, create_trial
 from smdist.workers.recover import recover
 from tests.faults.audit import Saved, assert_in_run, audit, unexplained
-from tests.faults.launcher import Launcher, Started, drained, spools, until, uploaders
+from tests.faults.launcher import Launcher, Started, spools, until, uploaders
 from tests.faults.places import Place, at
 
 pytestmark = pytest.mark.ranks
@@ -209,7 +209,7 @@ def test_killed_rank_of_a_process_group(launcher: Launcher, tmp_path: Path) -> N
     kill_at([(pair[1], moment) for pair, moment in zip(pairs, moments, strict=True)])
     for left, _ in pairs:
         assert left.wait() == 1, repr(left)  # what gloo raises when its peer is gone
-    drained(tmp_path / "spools")
+    settle(tmp_path / "spools", [started for pair in pairs for started in pair])
     for job, pair in enumerate(pairs):
         out_dir = tmp_path / f"job-{job}" / "out"
         found = audit(out_dir)

@@ -30,6 +30,7 @@ class Measurement(NamedTuple):
     steps: int | None = None  # None: its own number
     quick: bool = False
     quick_steps: int | None = None
+    times: int = 1  # as many rounds as others have, if not quick
 
 
 def _of_cost(name: str, *, quick: bool = False) -> Measurement:
@@ -38,7 +39,9 @@ def _of_cost(name: str, *, quick: bool = False) -> Measurement:
 
 MEASUREMENTS = (
     *(
-        Measurement(f"step_time {case.name}", "step_time", (case.name,), None, case.quick, 4)
+        Measurement(
+            f"step_time {case.name}", "step_time", (case.name,), None, case.quick, 4, case.times
+        )
         for case in CASES
     ),
     Measurement("step_time s3_rate", "step_time", ("s3_rate",)),
@@ -131,26 +134,28 @@ def main() -> None:
         print("\n".join(each.name for each in selected))
         return
     rounds = given.rounds or (3 if quick else 5)
+    complete = len(selected) == len(MEASUREMENTS) and not quick
+    writes = given.write if given.write is not None else complete
     rows: list[Row] = []
+    about: dict[str, str] = {}
     begun, load_before = time.monotonic(), load()
     for each in selected:
         at = time.monotonic()
         print(f"{each.name} ...", file=sys.stderr, end=" ", flush=True)
         rows += run(each, _options(each, given, rounds, quick))
         print(f"{time.monotonic() - at:.0f} s", file=sys.stderr, flush=True)
-    about = facts() | {
-        "load average": f"{load_before} before, {load()} after (all that ran, this included)",
-        "repeats": f"{rounds} rounds, {time.monotonic() - begun:.0f} s in all",
-    }
+        about = facts() | {
+            "load average": f"{load_before} before, {load()} after (all that ran, this included)",
+            "repeats": f"{rounds} rounds, {time.monotonic() - begun:.0f} s in all",
+        }
+        if writes:  # it may be interrupted
+            write(about, rows)
     print("\n".join(f"{key}: {value}" for key, value in about.items()), "", plain(rows), sep="\n")
-    complete = len(selected) == len(MEASUREMENTS) and not quick
-    if given.write if given.write is not None else complete:
-        write(about, rows)
 
 
 def _options(each: Measurement, given: argparse.Namespace, rounds: int, quick: bool) -> list[str]:
     steps = given.steps or (each.quick_steps if quick else each.steps)
-    options = ["--rounds", str(rounds)]
+    options = ["--rounds", str(rounds if quick or given.rounds else rounds * each.times)]
     options += ["--steps", str(steps)] if steps else []
     options += ["--clock", given.clock] if each.module == "capture_cost" else []
     options += ["--out", given.out] if given.out else []

@@ -55,9 +55,6 @@ class Lanes:
         self.replica = 0  # that `first` records
         self.others: list[Lane] = []
 
-    def __len__(self) -> int:
-        return 1 + len(self.others)
-
     def begin(self) -> None:
         ref, plan = self.first.ref, self.first.plan
         if ref is not None and plan is not None:

@@ -36,11 +36,11 @@ def compiled() -> bool:
     return False
 
 
-def ask(question: Callable[[], Any], answers: int = 1) -> Any:
-    """What `question` answers, a truth or several, at this place of every run."""
-    kinds = tf.bool if answers == 1 else [tf.bool] * answers
+def ask(question: Callable[[], Any], answers: int) -> Any:
+    """What `question` answers, so many truths, at this place of every run."""
+    kinds = [tf.bool] * answers
     found = _aside(lambda: tf.numpy_function(question, [], kinds, stateful=True))
-    for answer in tf.nest.flatten(found):
+    for answer in found:
         answer.set_shape(())
     return found
 

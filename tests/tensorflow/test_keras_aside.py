@@ -56,7 +56,7 @@ def test_names_of_the_others() -> None:
         return reduction(data * weight)
 
     def watched(data: Any) -> Any:
-        due = ask(lambda: True)
+        (due,) = ask(lambda: True, 1)
         with tf.control_dependencies([data]):
             tell_when(flag, lambda: [weight.read_value()], listen)
         result = reduction(data * weight)
@@ -108,7 +108,7 @@ def test_one_after_the_other() -> None:
         return listen
 
     def step(data: Any) -> Any:
-        due = ask(listener("begin"))
+        (due,) = ask(listener("begin"), 1)
         for number, weight in enumerate(weights):
             reading = partial(_reading, weight)
             tell_when(due, reading, listener(f"when {number}"))

@@ -53,11 +53,8 @@ def wants_of(plan: _Wanting, names: Names) -> Wants:
     return Wants(
         frozenset(path for path in names.layers if wanted(f"{path}/inputs")),
         frozenset(path for path in names.layers if wanted(f"{path}/outputs")),
-        frozenset(
-            named.path
-            for named in names.variables
-            if named.variable.trainable and plan.wants(gradient_name(named.path)) is not None
-        ),
+        # Of frozen ones too: which are trained is settled when a step is traced, not before.
+        frozenset(v.path for v in names.variables if plan.wants(gradient_name(v.path)) is not None),
         frozenset(name for name in _MODEL if wanted(name)),
     )
 

@@ -26,6 +26,7 @@ from smdist.workers.tf_host import flat_tensors, unconverted
 __all__ = ["NOTHING", "Anywhere", "Taps", "Wants", "union", "wants_of"]
 
 _MODEL = ("inputs", "labels", "predictions", "batch_loss")
+_NUMBERS = range(16)  # how many tensors a layer gives is not known before it runs
 
 
 class Wants(NamedTuple):
@@ -48,7 +49,9 @@ class _Wanting(Protocol):
 
 def wants_of(plan: _Wanting, names: Names) -> Wants:
     def wanted(name: str) -> bool:
-        return plan.wants(name) is not None or plan.wants(f"{name}_0") is not None
+        return plan.wants(name) is not None or any(
+            plan.wants(f"{name}_{number}") is not None for number in _NUMBERS
+        )
 
     return Wants(
         frozenset(path for path in names.layers if wanted(f"{path}/inputs")),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from smdist.collection import CollectionKeys
@@ -381,5 +382,5 @@ def _flat(result: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]
     for key, value in result.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}_")
-        elif tf.is_tensor(value) or isinstance(value, (int, float)):
+        elif tf.is_tensor(value) or isinstance(value, (int, float, np.generic, np.ndarray)):
             yield f"{prefix}{key}", value

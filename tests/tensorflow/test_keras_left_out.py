@@ -103,6 +103,27 @@ def test_what_goes_wrong_at_every_step_is_said_once(
     assert said(caplog, "no room") == 1
 
 
+def test_results_that_are_numbers_of_numpy(tmp_path: Path) -> None:
+    x, y = data(8)
+
+    class Custom(tf.keras.Model):  # type: ignore[misc]
+        def train_step(self, batch: Any) -> Any:
+            loss = tf.reduce_mean((self(batch[0], training=True) - batch[1]) ** 2)
+            return {"loss": loss.numpy(), "array": np.asarray(2 * loss), "text": "left out"}
+
+    given = tf.keras.Input(shape=(3,))
+    model = Custom(given, tf.keras.layers.Dense(2)(given))
+    model.compile(optimizer="sgd", run_eagerly=True)
+    with hooked(tmp_path / "run") as hook:
+        model.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=[hook])
+    trial = read(tmp_path / "run")
+    assert set(trial.tensor_names()) == {"loss", "array"}
+    for step in (0, 1):
+        assert trial.tensor("array").value(step, mode=TRAIN) == 2 * trial.tensor("loss").value(
+            step, mode=TRAIN
+        )
+
+
 @pytest.mark.parametrize("eager", [False, True], ids=["compiled", "eager"])
 def test_the_gradients_of_the_first_step_are_not_scaled(tmp_path: Path, eager: bool) -> None:
     """An optimizer that scales the loss has no variable for that before its first update."""

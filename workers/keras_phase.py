@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from smdist.workers.keras_inline import Inline
     from smdist.workers.keras_recording import Recording
 
-__all__ = ["MODES", "Phase", "one_by_one", "steps_per_execution"]
+__all__ = ["MODES", "Phase", "is_tuned", "one_by_one", "steps_per_execution"]
 
 MODES = {"train": ModeKeys.TRAIN, "test": ModeKeys.EVAL, "predict": ModeKeys.PREDICT}
 
@@ -67,7 +67,8 @@ class Phase:
         self.recording, self._clock, self._mode = recording, clock, MODES[kind]
         self._strange = strange
         self._eager = bool(model.run_eagerly)
-        self._single = not self._eager and steps_per_execution(self.model) == 1
+        self._tuned = is_tuned(model)
+        self._single = not self._eager and not self._tuned and steps_per_execution(model) == 1
         self._quick = False  # until its function is settled
         self.begun = self._on = False
         self._told = self._tells = False
@@ -145,13 +146,15 @@ class Phase:
             return self._from_inside(source, steps)
         if not self._eager and self.inline is None and self._whole:
             recording.keep_to_one(self, source, [phase.recording for phase in self._lower()])
-        if self._eager or (due and steps > 1):
+        several = steps > 1 or self._tuned
+        if self._eager or (due and several):
             others = self._others()
             return one_by_one(self.kind, source, steps, lambda batch: self._recorded(batch, others))
-        if steps > 1:
+        if several:
             before = self._counted()
             result = self.below(source)
-            recording.passed(self._since(before, source, steps))
+            with recording.without_variables():  # should there be more steps than were asked for
+                recording.passed(self._since(before, source, steps))
             return result
         if not due:
             result = self.below(source)
@@ -246,6 +249,11 @@ def steps_per_execution(model: Any) -> int:
     if steps is None:
         steps = getattr(model, "steps_per_execution", None) or 1
     return int(steps.numpy() if hasattr(steps, "numpy") else steps)
+
+
+def is_tuned(model: Any) -> bool:
+    """`steps_per_execution="auto"` of Keras 2: another thread changes it while the model is trained."""
+    return bool(getattr(model, "autotune_steps_per_execution", False))
 
 
 def _batches(source: Any) -> Iterator[Any]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from smdist.planning import Planner
 from smdist.workers import horovod
 from smdist.workers.keras_inline import Inline
-from smdist.workers.keras_phase import Phase, steps_per_execution
+from smdist.workers.keras_phase import Phase, is_tuned, steps_per_execution
 from smdist.workers.keras_recording import Recording
 from smdist.workers.mishaps import Mishaps
 from smdist.workers.steps import StepClock
@@ -124,7 +124,7 @@ class Phases:
         why = ""
         if place.replicas > 1:
             why = "each of its processes has several replicas"
-        elif steps_per_execution(model) > 1:
+        elif steps_per_execution(model) > 1 or is_tuned(model):
             why = "steps_per_execution runs several steps as one"
         elif model.jit_compile:
             why = "XLA lets nothing out; compile the model with jit_compile=False"

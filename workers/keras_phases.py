@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from smdist.identity import ModeKeys
 from smdist.planning import Planner
 from smdist.workers import horovod
 from smdist.workers.keras_inline import Inline
@@ -61,6 +62,8 @@ class Phases:
             if not within:
                 self._take_out(phase)
             elif phase.kind == kind:
+        if within:
+            self._recording.enter(ModeKeys.TRAIN)
                 phase.rest()  # there may be more to validate
 
     def _step_aside(self, phase: Phase) -> None:

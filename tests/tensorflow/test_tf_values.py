@@ -12,9 +12,9 @@ import tensorflow as tf
 
 import smdist.tensorflow as smd
 from tests.tensorflow import session_jobs
-from tests.tensorflow.keras_jobs import BATCH, data, hooked, read
+from tests.tensorflow.keras_jobs import BATCH, data, hooked, make_model, read
 
-GLOBAL, TRAIN = smd.modes.GLOBAL, smd.modes.TRAIN
+GLOBAL, TRAIN, EVAL = smd.modes.GLOBAL, smd.modes.TRAIN, smd.modes.EVAL
 KINDS = pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
 
 
@@ -104,6 +104,30 @@ def test_within_fit(tmp_path: Path, eager: bool, caplog: pytest.LogCaptureFixtur
             np.testing.assert_array_equal(trial.tensor("seen").value(number, mode=TRAIN), batch)
     else:
         assert "seen" not in trial.tensor_names()
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before", "behind"])
+def test_callbacks_beside_a_validation(tmp_path: Path, first: bool) -> None:
+    """At the end of an epoch it is over, wherever in the list a callback stands."""
+    x, y = data()
+    with hooked(tmp_path / "run", interval=1000) as hook:
+
+        class Saving(tf.keras.callbacks.Callback):  # type: ignore[misc]
+            def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+                hook.save_scalar("batch", batch)
+
+            def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+                hook.save_scalar("epoch", epoch)
+
+        callbacks = [Saving(), hook] if first else [hook, Saving()]
+        make_model().fit(
+            x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=callbacks,
+            validation_data=(x[:8], y[:8]), validation_batch_size=BATCH,
+        )  # fmt: skip
+    trial = read(tmp_path / "run")
+    assert trial.tensor("scalar/epoch").values(mode=TRAIN) == {4: 0.0, 9: 1.0}
+    assert trial.tensor("scalar/epoch").steps(mode=EVAL) == []
+    assert trial.tensor("scalar/batch").values(mode=EVAL) == {0: 0.0, 1: 1.0, 2: 0.0, 3: 1.0}
 
 
 @KINDS

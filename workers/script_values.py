@@ -4,13 +4,17 @@ The current step is the last one that began in the current mode. A value that co
 mode's first step belongs to that step, or before any step to the first one of all, whatever its
 mode. It is kept here until that step begins, as only then is its number known: until then it does
 not survive the death of the process.
+
+Steps of a mode may never begin: nobody sees the evaluation of a loop with a tape. A value that comes
+again while the one before still waits shows that. From then on values begin the steps of that mode
+themselves: one that comes again does, and one that comes after a step of another mode.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from smdist.identity import ModeKeys, StepRef, encodable
 from smdist.planning import Planner, TensorPlan
@@ -39,6 +43,14 @@ class _Held(Generic[T]):
     name: str
     value: T
     plan: TensorPlan
+    after: int = -1  # the last step there was
+
+
+class _Last(NamedTuple):
+    """The last step that values began themselves."""
+
+    after: int  # the last step there was when they came
+    names: frozenset[str]
 
 
 class ScriptValues(Generic[T]):
@@ -55,6 +67,7 @@ class ScriptValues(Generic[T]):
         self._recorder, self._sink, self._trouble = recorder, sink, trouble
         self._written: tuple[StepRef | None, set[str]] = (None, set())  # of the last step
         self._held: dict[ModeKeys | None, list[_Held[T]]] = {}  # None: for the first step of all
+        self._paced: dict[ModeKeys, _Last] = {}  # modes in which values begin the steps
 
     @property
     def any_held(self) -> bool:
@@ -68,13 +81,34 @@ class ScriptValues(Generic[T]):
         if scalar and shape not in ((), (1,)):
             raise ValueError(f"{name} is to be one number, not a tensor of shape {list(shape)}")
         plan = self._planner.explicit(name, collections)
+        self._pace(name)
         if self._clock.has_step:
             self._write(_Held(name, value, plan))
         else:
-            held = _Held(name, self._reading.copy(value), plan)
+            held = _Held(name, self._reading.copy(value), plan, self._clock.step)
             mode = self._clock.mode if self._clock.step >= 0 else None
             self._held.setdefault(mode, []).append(held)
         self._clock.due = AT_ONCE  # the next step has to close this one
+
+    def _pace(self, name: str) -> None:
+        """Begin a step, where nobody else does and a value called `name` needs one."""
+        clock = self._clock
+        mode, now = clock.mode, clock.step
+        last = self._paced.get(mode)
+        if last is None:
+            if all(held.name != name for held in self._held.get(mode, ())):
+                return
+            last = _Last(-1, frozenset())
+            for held in self._held.pop(mode):  # in vain
+                last = self._step_for(held.name, held.after, last)
+                self._write(held)
+        self._paced[mode] = self._step_for(name, now, last)._replace(after=clock.step)
+
+    def _step_for(self, name: str, after: int, last: _Last) -> _Last:
+        if after == last.after and name not in last.names:
+            return last._replace(names=last.names | {name})
+        self._clock.begin()
+        return _Last(after, frozenset({name}))
 
     def _written_as(self, name: str) -> str:
         written = encodable(name)
@@ -87,6 +121,7 @@ class ScriptValues(Generic[T]):
 
     def release(self) -> None:
         """The current mode has a step: what waited for one goes there."""
+        self._paced.pop(self._clock.mode, None)
         for mode in (None, self._clock.mode):
             for held in self._held.pop(mode, ()):
                 self._write(held)
@@ -99,6 +134,7 @@ class ScriptValues(Generic[T]):
 
     def clear(self) -> None:
         self._held.clear()
+        self._paced.clear()
 
     def _write(self, held: _Held[T]) -> None:
         sink = self._sink()

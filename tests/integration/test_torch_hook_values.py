@@ -146,6 +146,31 @@ def test_a_value_saved_twice_in_a_step_is_told(tmp_path: Path) -> None:
     assert "scalar/rate was saved more than once in a step" in told
 
 
+def test_values_of_a_mode_in_which_no_step_is_seen(tmp_path: Path) -> None:
+    """What is evaluated is not what was registered: values that come again begin steps of their own,
+    until there are others."""
+    net = Net()
+    with hooked(tmp_path / "run", include_collections=["weights", "gradients"]) as hook:
+        hook.register_module(net)
+        for epoch in range(3):
+            hook.set_mode(TRAIN)
+            net(torch.randn(1, 4)).sum().backward()
+            hook.set_mode(EVAL)
+            hook.save_scalar("score", epoch)
+            hook.save_scalar("other", -epoch)
+        hook.save_scalar("score", 3)  # there was no training since
+        net(torch.randn(1, 4))
+        hook.save_scalar("score", 4)
+    trial = read(tmp_path / "run")
+    assert trial.steps(mode=TRAIN) == [0, 1, 2]
+    scores, others = trial.tensor("scalar/score"), trial.tensor("scalar/other")
+    assert scores.values(mode=EVAL) == {step: float(step) for step in range(5)}
+    assert others.values(mode=EVAL) == {0: 0.0, 1: -1.0, 2: -2.0}
+    assert trial.tensor("Net_fc1.weight").steps(mode=EVAL) == [4]
+    assert trial.tensor("gradient/Net_fc1.weight").steps(mode=TRAIN) == [0, 1, 2]
+    assert trial.troubles() == {}
+
+
 def test_tensors_join_every_collection_they_are_given(tmp_path: Path) -> None:
     with hooked(tmp_path / "run") as hook:
         hook.save_tensor("a", np.arange(3), collections_to_write=["mine", "losses"])

@@ -130,6 +130,33 @@ def test_callbacks_beside_a_validation(tmp_path: Path, first: bool) -> None:
     assert trial.tensor("scalar/batch").values(mode=EVAL) == {0: 0.0, 1: 1.0, 2: 0.0, 3: 1.0}
 
 
+def test_values_of_an_evaluation_that_has_no_steps(tmp_path: Path) -> None:
+    """In a loop with a tape nobody but the script knows that it evaluates."""
+    weight = tf.Variable(2.0, name="weight")
+    with hooked(tmp_path / "run", interval=2, include_collections=["gradients"]) as hook:
+        for epoch in range(4):
+            for _ in range(3):
+                with hook.wrap_tape(tf.GradientTape()) as tape:
+                    loss = weight * weight
+                tape.gradient(loss, weight)
+            hook.set_mode(EVAL)
+            if epoch % 2:
+                hook.save_scalar("odd", epoch)
+            hook.save_scalar("val", epoch)
+            hook.save_tensor("vector", [epoch, epoch])
+            hook.save_scalar("even", epoch)
+        assert hook.mode_steps[TRAIN] == 11
+        assert hook.mode_steps[EVAL] == 3
+    trial = read(tmp_path / "run")
+    every = {epoch: float(epoch) for epoch in range(4)}
+    assert trial.tensor("scalar/val").values(mode=EVAL) == every
+    assert trial.tensor("scalar/even").values(mode=EVAL) == every
+    assert trial.tensor("vector").value(2, mode=EVAL).tolist() == [2, 2]
+    assert trial.tensor("scalar/odd").values(mode=EVAL) == {1: 1.0, 3: 3.0}
+    assert trial.tensor("gradients/weightGrad").steps(mode=TRAIN) == list(range(0, 12, 2))
+    assert trial.troubles() == {}
+
+
 @KINDS
 def test_recorded_values(tmp_path: Path, traced: bool) -> None:
     """They follow the configuration, and are numbered in each step."""

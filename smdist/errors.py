@@ -5,7 +5,8 @@
     │   ├── UnknownKey                       names the nearest known key
     │   ├── NoConfigurationFile              (FileNotFoundError) there is none to read
     │   ├── InvalidCollectionConfiguration   a custom collection that can match nothing
-    │   └── RunExists                        out_dir already holds a run
+    │   ├── RunExists                        out_dir already holds a run
+    │   └── NoRank                           this process of a job is none that trains
     ├── CaptureError (RuntimeError)          our own trouble beside a training job
     │   ├── SpoolUnavailable                 no place for the buffer
     │   ├── BufferFull                       `on_full` had to act
@@ -54,6 +55,7 @@ __all__ = [
     "InvalidWorker",
     "NoConfigurationFile",
     "NoMoreData",
+    "NoRank",
     "NoSuchRun",
     "ObjectExists",
     "ObjectNotFound",
@@ -99,6 +101,10 @@ class UnknownKey(ConfigurationError):
 
 
 class NoConfigurationFile(ConfigurationError, FileNotFoundError):
+    pass
+
+
+class NoRank(ConfigurationError):
     pass
 
 

@@ -15,7 +15,7 @@ from typing_extensions import Self
 
 from smdist.collection import Collection, CollectionKeys
 from smdist.config import HookConfig
-from smdist.errors import ConfigurationError, DrainTimeout
+from smdist.errors import ConfigurationError, DrainTimeout, NoRank
 from smdist.identity import ModeKeys
 from smdist.manifest import CollectionInfo, Collections, collections_key
 from smdist.planning import NEVER, StepPlan
@@ -52,7 +52,12 @@ class BaseHook(HookParts[T]):
         self._put_together(config, reading, collection_type, where, silent)
         if not self._active:
             return
-        self._outlet.check()
+        try:
+            self._outlet.check()
+        except NoRank as error:  # the same script runs in all tasks of a cluster
+            self._log.warning("nothing is saved by this process: %s", error)
+            self._active = False
+            return
         if config.export_tensorboard:
             self._log.warning("export_tensorboard is not available yet; everything else is saved")
         self._planner.subscribe(self._changed)

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from smdist.errors import ConfigurationError
+from smdist.errors import ConfigurationError, NoRank
 
 __all__ = ["tf_task"]
 
@@ -20,7 +20,9 @@ _TRAINING = ("chief", "master", "worker")
 
 
 def tf_task(environ: Mapping[str, str]) -> tuple[int, int, int, int] | None:
-    """Rank, world size, local rank and local world size; None where there is no cluster."""
+    """Rank, world size, local rank and local world size; None where there is no cluster.
+
+    Raises NoRank for a task that trains nothing."""
     text = environ.get("TF_CONFIG", "").strip()
     if not text:
         return None
@@ -36,11 +38,16 @@ def tf_task(environ: Mapping[str, str]) -> tuple[int, int, int, int] | None:
         raise ConfigurationError(
             f"TF_CONFIG={text!r} cannot be read: {error!r}; set SMDIST_RANK and SMDIST_WORLD_SIZE"
         ) from error
+    if kind not in _TRAINING:
+        raise NoRank(
+            f"a task of type {kind!r} (TF_CONFIG) trains nothing, and is no worker; should it be one, "
+            "set SMDIST_RANK and SMDIST_WORLD_SIZE"
+        )
     places = [(known, i) for known, i, _ in addresses]
     if (kind, index) not in places:
         raise ConfigurationError(
-            f"task {kind} {index} of TF_CONFIG is none of the {len(places)} that train; run it with "
-            "USE_SMDIST=0, or set SMDIST_RANK and SMDIST_WORLD_SIZE"
+            f"task {kind} {index} of TF_CONFIG is none of the {len(places)} that train; "
+            "set SMDIST_RANK and SMDIST_WORLD_SIZE"
         )
     rank = places.index((kind, index))
     hosts = [address.rpartition(":")[0] or address for *_, address in addresses]

@@ -229,6 +229,25 @@ def test_a_hook_that_is_closed_or_switched_off_does_nothing(
     assert not (tmp_path / "off").exists()
 
 
+@pytest.mark.parametrize("kind", ["evaluator", "ps"])
+def test_a_task_that_trains_nothing_saves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    cluster = {"worker": ["a:1", "b:1"], kind: ["c:1"]}
+    monkeypatch.setenv(
+        "TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": kind, "index": 0}})
+    )
+    x, y = data(8)
+    with (
+        caplog.at_level(logging.WARNING, logger="smdist"),
+        hooked(tmp_path / "run", save_all=True) as hook,
+    ):
+        make_model().evaluate(x, y, batch_size=BATCH, verbose=0, callbacks=[hook])
+        hook.save_scalar("mine", 1.0)
+    assert f"nothing is saved by this process: a task of type '{kind}'" in caplog.text
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_hook_that_closes_within_fit(tmp_path: Path) -> None:
     x, y = data()
     model = make_model()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from smdist.errors import ConfigurationError
+from smdist.errors import ConfigurationError, NoRank
 from smdist.workers.rank import Identity, resolve_rank
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -240,10 +240,18 @@ def test_tensorflow_without_a_cluster(text: str) -> None:
         ({"TF_CONFIG": "{"}, "cannot be read"),
         ({"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}'}, "cannot be read: KeyError"),
         (tf_config("worker", 3, **WORKERS), "task worker 3 of TF_CONFIG is none of the 3"),
-        (tf_config("evaluator", 0, **WORKERS), "run it with USE_SMDIST=0"),
     ],
 )
 def test_a_tensorflow_cluster_that_makes_no_sense(environ: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         resolve_rank(environ=environ, modules={})
     assert resolve_rank(1, 2, environ=environ, modules={}).rank == 1
+
+
+@pytest.mark.parametrize("kind", ["evaluator", "ps"])
+def test_a_task_that_trains_nothing(kind: str) -> None:
+    environ = tf_config(kind, 0, **WORKERS)
+    with pytest.raises(NoRank, match=f"a task of type '{kind}'"):
+        resolve_rank(environ=environ, modules={})
+    assert resolve_rank(1, 2, environ=environ, modules={}).rank == 1
+    assert resolve_rank(environ=environ | TORCHRUN, modules={}).source == "torchrun"

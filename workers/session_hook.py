@@ -216,16 +216,29 @@ class SessionHook(TensorflowHook, tf.compat.v1.train.SessionRunHook):  # type: i
 class EstimatorHook(SessionHook):
     """The same for `tf.estimator`: training, evaluation and prediction set the mode."""
 
+    _said: ModeKeys | None = None  # by the script, of the graph to come
+
+    def set_mode(self, mode: ModeKeys) -> None:
+        super().set_mode(mode)
+        self._said = mode
+
     def begin(self) -> None:
         super().begin()
         if self._active and self._graph is not None:
-            keys = v1.GraphKeys
-            if self._graph.get_collection(keys.TRAIN_OP):
-                self.set_mode(ModeKeys.TRAIN)
-            elif self._graph.get_collection(keys.EVAL_STEP):
-                self.set_mode(ModeKeys.EVAL)
-            else:
-                self.set_mode(ModeKeys.PREDICT)
+            super().set_mode(_mode(self._graph, self._said))
+            self._said = None
+
+
+def _mode(graph: Any, said: ModeKeys | None) -> ModeKeys:
+    """What an estimator made `graph` for; `said`: what the script says, if anything."""
+    keys = v1.GraphKeys
+    if graph.get_collection(keys.EVAL_STEP):
+        return ModeKeys.EVAL
+    if graph.get_collection(keys.TRAIN_OP):
+        return ModeKeys.TRAIN
+    # Optimizers of Keras leave no train_op there; estimators leave the loss that they train by.
+    guess = ModeKeys.TRAIN if graph.get_collection(keys.LOSSES) else ModeKeys.PREDICT
+    return guess if said is None else said
 
 
 class _Reach:

@@ -12,6 +12,7 @@ it, so that their values are those the step starts with.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -38,8 +39,9 @@ class SessionHook(TensorflowHook, tf.compat.v1.train.SessionRunHook):  # type: i
     def _build(self, config: HookConfig, where: Whereabouts, close_timeout_s: float) -> None:
         self._graph: Any = None
         self._variables: dict[str, Any] = {}
-        self._optimizers: list[tuple[Any, str]] = []
-        self._trained: dict[int, Any] = {}  # variables whose gradients are known
+        # Estimators make a graph, and with it an optimizer, for every call: none is to be kept by us.
+        self._optimizers: list[weakref.ref[Any]] = []
+        self._trained: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
         self._held: dict[str, Any] = {}  # variables as they were before the run
         self._fetched: dict[tuple[StepPlan, tuple[str, ...]], dict[str, Any]] = {}
         super()._build(config, where, close_timeout_s)
@@ -52,34 +54,38 @@ class SessionHook(TensorflowHook, tf.compat.v1.train.SessionRunHook):  # type: i
             raise ConfigurationError(
                 f"wrap_optimizer takes a tf.compat.v1.train.Optimizer, not {optimizer!r}"
             )
-        if self._active and all(known is not optimizer for known, _ in self._optimizers):
-            self._watch(optimizer, "compute_gradients")
-            self._watch(optimizer, "apply_gradients")
+        if self._active and all(known() is not optimizer for known in self._optimizers):
+            self._watch(optimizer)
         return optimizer
 
-    def _watch(self, optimizer: Any, method: str) -> None:
-        original = getattr(optimizer, method)
+    def _watch(self, optimizer: Any) -> None:
+        computing, applying = optimizer.compute_gradients, optimizer.apply_gradients
 
         def compute_gradients(*args: Any, **kwargs: Any) -> Any:
-            pairs = original(*args, **kwargs)
-            self._know_gradients(pairs)
+            pairs = computing(*args, **kwargs)
+            self._know_gradients(pairs, computed=True)
             return pairs
 
         def apply_gradients(grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
             pairs = list(grads_and_vars)
-            # Those that this optimizer computed itself are known as they were then.
-            self._know_gradients(p for p in pairs if id(p[1]) not in self._trained)
-            return original(pairs, *args, **kwargs)
+            self._know_gradients(pairs)
+            return applying(pairs, *args, **kwargs)
 
-        computes = method == "compute_gradients"
-        vars(optimizer)[method] = compute_gradients if computes else apply_gradients
-        self._optimizers.append((optimizer, method))
+        for method in (compute_gradients, apply_gradients):
+            _put_on(optimizer, self, method)
+        self._optimizers = [known for known in self._optimizers if known() is not None]
+        self._optimizers.append(weakref.ref(optimizer))
 
-    def _know_gradients(self, pairs: Iterable[tuple[Any, Any]]) -> None:
+    def _know_gradients(self, pairs: Iterable[tuple[Any, Any]], *, computed: bool = False) -> None:
+        if not self._active:
+            return
         gradients = self.get_collection(CollectionKeys.GRADIENTS)
+        known = self._trained.setdefault(v1.get_default_graph(), set())
+        before = frozenset() if computed else frozenset(known)
         for gradient, variable in pairs:
-            if gradient is not None:
-                self._trained[id(variable)] = variable
+            # Those that were computed by the optimizer itself are known as they were then.
+            if gradient is not None and variable.name not in before:
+                known.add(variable.name)
                 dense = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
                 gradients.add_tensor_name(dense.name)
 
@@ -207,9 +213,12 @@ class SessionHook(TensorflowHook, tf.compat.v1.train.SessionRunHook):  # type: i
         self._fetched.clear()
 
     def _uninstall(self) -> None:
-        for optimizer, method in self._optimizers:
-            vars(optimizer).pop(method, None)
+        for known in self._optimizers:
+            optimizer = known()
+            if optimizer is not None:
+                _clear(optimizer)
         self._optimizers.clear()
+        self._trained.clear()
         self._fetched.clear()
 
 
@@ -239,6 +248,23 @@ def _mode(graph: Any, said: ModeKeys | None) -> ModeKeys:
     # Optimizers of Keras leave no train_op there; estimators leave the loss that they train by.
     guess = ModeKeys.TRAIN if graph.get_collection(keys.LOSSES) else ModeKeys.PREDICT
     return guess if said is None else said
+
+
+def _put_on(optimizer: Any, hook: SessionHook, method: Any) -> None:
+    """Let `method` stand for the optimizer's own of that name."""
+    own = vars(optimizer)
+    method.hook, method.below = hook, own.get(method.__name__)
+    own[method.__name__] = method
+
+
+def _clear(optimizer: Any) -> None:
+    """Take off what closed hooks have put on. Below that of another hook it stays until that goes."""
+    own = vars(optimizer)
+    for name in ("compute_gradients", "apply_gradients"):
+        while (hook := getattr(own.get(name), "hook", None)) is not None and not hook._active:
+            below = own.pop(name).below
+            if below is not None:
+                own[name] = below
 
 
 class _Reach:

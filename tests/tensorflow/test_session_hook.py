@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -82,3 +84,60 @@ def test_everything_that_a_run_computes(tmp_path: Path) -> None:
     assert not any("unused" in name for name in names)
     assert "out:0" in trial.tensor_names(step=1)
     assert len(trial.tensor_names(step=1)) < len(names)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first", "last"])
+def test_an_optimizer_of_several_hooks(tmp_path: Path, order: tuple[int, int]) -> None:
+    """Each takes off its own, whichever is closed first."""
+    x, y = data(8)
+    folders = [tmp_path / "one", tmp_path / "other"]
+    hooks = [hooked(smd.SessionHook, f, include_collections=["gradients"]) for f in folders]
+    optimizer = v1.train.GradientDescentOptimizer(RATE)
+    for hook in hooks:
+        assert hook.wrap_optimizer(hook.wrap_optimizer(optimizer)) is optimizer
+    hooks[order[0]].close()
+    with tf.Graph().as_default():
+        train = optimizer.minimize(linear(tf.constant(x), tf.constant(y))[0])
+        with v1.train.MonitoredSession(hooks=hooks) as session:
+            session.run(train)
+    hooks[order[1]].close()
+    assert not {"compute_gradients", "apply_gradients"} & set(vars(optimizer))
+    assert not list(folders[order[0]].iterdir())
+    assert len(read(folders[order[1]]).tensor_names(collection="gradients")) == 2
+
+
+def test_gradients_as_they_were_computed(tmp_path: Path) -> None:
+    """Whatever the script makes of them before it applies them."""
+    x, y = data(8)
+    hook = hooked(smd.SessionHook, tmp_path / "run", include_collections=["gradients"])
+    with tf.Graph().as_default():
+        loss, _ = linear(tf.constant(x), tf.constant(y))
+        optimizer = hook.wrap_optimizer(v1.train.GradientDescentOptimizer(RATE))
+        pairs = [(2 * gradient, v) for gradient, v in optimizer.compute_gradients(loss)]
+        train = optimizer.apply_gradients(pairs)
+        with v1.train.MonitoredSession(hooks=[hook]) as session:
+            session.run(train)
+    hook.close()
+    trial = read(tmp_path / "run")
+    found = [trial.tensor(n).value(0) for n in trial.tensor_names(collection="gradients")]
+    assert len(found) == 2
+    [kernel] = [value for value in found if value.shape == (3, 2)]
+    close(kernel, by_hand(x, y, 1)[0]["gradient"])
+
+
+def test_graphs_that_nobody_needs_any_more_are_gone(tmp_path: Path) -> None:
+    x, y = data(8)
+    hook = hooked(smd.SessionHook, tmp_path / "run", include_collections=["weights", "gradients"])
+    graphs = []
+    for _ in range(3):
+        with tf.Graph().as_default() as graph:
+            loss, _ = linear(tf.constant(x), tf.constant(y))
+            train = hook.wrap_optimizer(v1.train.AdamOptimizer()).minimize(loss)
+            with v1.train.MonitoredSession(hooks=[hook]) as session:
+                session.run(train)
+        graphs.append(weakref.ref(graph))
+        del graph, loss, train, session
+    gc.collect()
+    assert [graph() is not None for graph in graphs] == [False, False, True]
+    hook.close()
+    assert read(tmp_path / "run").steps() == [0, 1, 2]

@@ -10,6 +10,7 @@ whether the other processes capture or not.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -111,7 +112,7 @@ class Inline:
             begun = tell_when(
                 self._armed,
                 lambda: [tf_variable(variable).read_value() for _, variable in variables],
-                lambda *arrays: self._begin(described, arrays),
+                _weakly(self._begin, described),
             )
         return Taps(names, wants, self._mishaps, self._recording.synced), begun
 
@@ -123,7 +124,7 @@ class Inline:
                 tell_when(
                     self._armed,
                     lambda: list(seen.values()),
-                    lambda *arrays: self._save(described, arrays),
+                    _weakly(self._save, described),
                 )
 
     def _variables(self, names: Names) -> list[tuple[str, Any]]:
@@ -149,6 +150,18 @@ class Inline:
         except Exception as error:  # noqa: BLE001 (the policy decides)
             self._mishaps.handle(error, "capturing a step")
         return np.bool_(True)
+
+
+def _weakly(method: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
+    """TensorFlow keeps a function that a graph calls for as long as the process lives, and all that it
+    holds: it must not be the model."""
+    found = weakref.WeakMethod(method)
+
+    def listen(*arrays: Array) -> Any:
+        held = found()
+        return np.bool_(True) if held is None else held(names, arrays)
+
+    return listen
 
 
 def _flag() -> Any:

@@ -31,7 +31,6 @@ class Phases:
         self._recording, self._clock = recording, clock
         self._planner, self._mishaps = planner, mishaps
         self._phases: list[Phase] = []
-        self._inlines: dict[tuple[int, str], tuple[Any, Inline]] = {}
 
     @property
     def running(self) -> bool:
@@ -62,9 +61,9 @@ class Phases:
             if not within:
                 self._take_out(phase)
             elif phase.kind == kind:
+                phase.rest()  # there may be more to validate
         if within:
             self._recording.enter(ModeKeys.TRAIN)
-                phase.rest()  # there may be more to validate
 
     def _step_aside(self, phase: Phase) -> None:
         """`phase` was called by somebody who did not tell this hook."""
@@ -100,7 +99,8 @@ class Phases:
         if _function(model, kind) is None:
             _make(model, kind)
         if inline is not None:
-            self._inlines[id(model), kind] = _function(model, kind), inline
+            inlines = self._recording.models.known(model).inlines
+            inlines[kind] = _function(model, kind), inline
         phase = Phase(
             self._recording,
             self._clock,
@@ -134,7 +134,8 @@ class Phases:
         if why:
             self._mishaps.trouble(f"only losses and metrics of {model.name} are captured: {why}")
             return None
-        function, inline = self._inlines.get((id(model), kind), (None, None))
+        inlines = self._recording.models.known(model).inlines
+        function, inline = inlines.get(kind, (None, None))
         if inline is not None and function is _function(model, kind):
             inline.install()
             return inline
@@ -158,7 +159,6 @@ class Phases:
     def uninstall(self) -> None:
         for phase in tuple(self._phases):
             self._take_out(phase)
-        self._inlines.clear()
 
 
 def _standing(model: Any, kind: str) -> Iterator[Phase]:

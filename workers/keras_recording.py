@@ -15,6 +15,7 @@ from smdist.config import CollectionManager
 from smdist.identity import ModeKeys
 from smdist.planning import Planner, StepPlan
 from smdist.workers.keras_functions import StepFunction, build_by_tracing
+from smdist.workers.keras_known import Models
 from smdist.workers.keras_lanes import Lanes
 from smdist.workers.keras_names import NamedVariable, Names
 from smdist.workers.keras_phase import Phase
@@ -52,10 +53,7 @@ class Recording:
         self._recorder = recorder
         self.optimizers: list[Any] = []  # besides the model's own
         self._beside: Sequence[Recording] = ()  # of other hooks that look into the same step
-        self._names: dict[int, Names] = {}
-        self._functions: dict[tuple[int, str, Wants | None], tuple[Any, StepFunction]] = {}
-        self._wants: dict[tuple[StepPlan, int], Wants] = {}
-        self._examined: dict[tuple[int, str], Any] = {}  # functions of Keras, or in their place
+        self.models = Models()
         self._model: Any = None  # of the phase that runs
         self._registered: Any = None
 
@@ -204,9 +202,9 @@ class Recording:
             self._mishaps.handle(error, f"step {self._clock.step}")
 
     def _own(self, phase: Phase, wants: Wants | None) -> StepFunction:
-        model = phase.model
-        key = (id(model), phase.kind, wants)
-        basis, function = self._functions.get(key, (None, None))
+        model, key = phase.model, (phase.kind, wants)
+        functions = self.models.known(model).functions
+        basis, function = functions.get(key, (None, None))
         # Keras makes its function anew when the model is compiled again, and so do we.
         if function is None or basis is not phase.original:
             taps = None
@@ -219,7 +217,7 @@ class Recording:
                 lambda: self.optimizers_of(model),
                 turn_after(phase.original),
             )
-            self._functions[key] = phase.original, function
+            functions[key] = phase.original, function
         return function
 
     # -- random numbers -----------------------------------------------------------------------
@@ -227,8 +225,8 @@ class Recording:
     def keep_to_one(self, phase: Phase, source: Any, others: Sequence[Recording]) -> None:
         """Before the first step of a phase: if its step draws random numbers, all steps are to run
         through one function. Nothing is run to find out."""
-        key = id(phase.model), phase.kind
-        if self._examined.get(key) is phase.original:
+        examined = self.models.known(phase.model).examined
+        if examined.get(phase.kind) is phase.original:
             return
         try:
             self._examine(phase, source, others)
@@ -236,7 +234,7 @@ class Recording:
             self._mishaps.trouble(
                 f"whether {phase.model.name} draws random numbers is not known: {error}"
             )
-        self._examined[key] = phase.original
+        examined[phase.kind] = phase.original
 
     def _examine(self, phase: Phase, source: Any, others: Sequence[Recording]) -> None:
         model, kind, like = phase.model, phase.kind, example(source)
@@ -283,7 +281,9 @@ class Recording:
     @property
     def traces(self) -> int:
         """How often a function of ours was traced."""
-        return sum(function.traces for _, function in self._functions.values())
+        return sum(
+            function.traces for known in self.models for _, function in known.functions.values()
+        )
 
     # -- results ------------------------------------------------------------------------------
 
@@ -308,28 +308,29 @@ class Recording:
     # -- names --------------------------------------------------------------------------------
 
     def names(self, model: Any) -> Names:
-        names, now = self._names.get(id(model)), self._clock.step
+        known, now = self.models.known(model), self._clock.step
+        names = known.names
         # To go through a model takes as long as a small step: once in a step is enough.
         if names is None or (names.looked_at != now and not names.current):
-            names = self._names[id(model)] = Names(model)
-            self._wants.clear()
-            self._functions = {k: f for k, f in self._functions.items() if k[0] != id(model)}
+            names = known.names = Names(model)
+            known.wants.clear()
+            known.functions.clear()
             self.bind()
         names.looked_at = now
         return names
 
     def wants(self, plan: StepPlan, names: Names) -> Wants:
-        key = (plan, id(names))
-        found = self._wants.get(key)
+        wants = self.models.known(names.model).wants
+        found = wants.get(plan)
         if found is None:
-            found = self._wants[key] = wants_of(plan, names)
+            found = wants[plan] = wants_of(plan, names)
         return found
 
     def bind(self) -> None:
         """Answer collections that asked for a layer's tensors or for a variable."""
         for collection in self._manager.get_collections().values():
             for request in collection.unbound_requests:
-                for names in self._names.values():
+                for names in [known.names for known in self.models if known.names is not None]:
                     patterns = _patterns(names, request.target, request.inputs, request.outputs)
                     if patterns:
                         collection.bind(request, patterns)
@@ -339,15 +340,13 @@ class Recording:
 
     def forget(self) -> None:
         """The configuration changed."""
-        self._wants.clear()
-        self._examined.clear()
+        for known in self.models:
+            known.wants.clear()
+            known.examined.clear()
         self.lanes.forget()
 
     def uninstall(self) -> None:
-        self._functions.clear()
-        self._names.clear()
-        self._examined.clear()
-        self._wants.clear()
+        self.models.clear()
         self.optimizers.clear()
         self._beside = ()
         self._model = self._registered = None

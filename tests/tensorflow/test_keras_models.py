@@ -1,7 +1,11 @@
-"""Models that change while a hook looks at them."""
+"""Models that change while a hook looks at them, and models that come and go."""
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +13,18 @@ import pytest
 import tensorflow as tf
 
 import smdist.tensorflow as smd
+from smdist.workers.keras_known import Known
 from tests.tensorflow.keras_jobs import (
     BATCH,
     RATE,
+    WEIGHTS,
     close,
     data,
     hooked,
     initial,
     make_model,
     read,
+    training,
     way,
 )
 
@@ -69,3 +76,89 @@ def test_a_change_that_keras_does_not_know_of_yet(tmp_path: Path) -> None:
     assert trial.tensor("gradients/top/kernelGrad").steps(mode=TRAIN) == [0, 1, 2, 3]
     assert "gradients/hidden/kernelGrad" not in trial.tensor_names()
     close(frozen.kernel, initial()["w1"])
+
+
+@ways
+def test_models_that_nobody_needs_any_more_are_gone(tmp_path: Path, name: str) -> None:
+    x, y = data(8)
+    options, place = way(name)
+    with hooked(tmp_path / "run", save_all=True, **place) as hook:
+        models = []
+        for _ in range(3):
+            model = make_model(**options)
+            model.fit(
+                x, y, batch_size=BATCH, verbose=0, callbacks=[hook], validation_data=(x, y)
+            )  # fmt: skip
+            model.predict(x, batch_size=BATCH, verbose=0, callbacks=[hook])
+            models.append(weakref.ref(model))
+            del model
+        gc.collect()
+        assert [model() is not None for model in models] == [False, False, True]
+    assert read(tmp_path / "run").steps(mode=TRAIN) == list(range(6))
+
+
+def test_a_model_goes_on_after_its_hook_is_gone(tmp_path: Path) -> None:
+    """Keras' function still asks whether anybody wants to know."""
+    x, y = data(8)
+    options, place = way("inline")
+    model = make_model(**options)
+    with hooked(tmp_path / "run", save_all=True, **place) as hook:
+        model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[hook])
+    del hook
+    gc.collect()
+    model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+    steps = [step for epoch in training(x, y, epochs=2) for step in epoch]
+    close(model.get_weights()[0], steps[-1].updated["w1"])
+
+
+@pytest.mark.parametrize("name", ["compiled", "inline"])
+def test_models_that_are_trained_by_turns(tmp_path: Path, name: str) -> None:
+    """Nothing is traced again, and nothing stays on them."""
+    x, y = data(8)
+    calls = 0
+
+    class Counting(tf.keras.layers.Dense):  # type: ignore[misc]
+        def call(self, inputs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return super().call(inputs)
+
+    options, place = way(name)
+    models = [
+        compiled(tf.keras.Sequential([tf.keras.Input(shape=(3,)), Counting(2, name=name)]), options)
+        for name in ("one", "other")
+    ]
+    wanted = ["weights", "gradients", "layers"]
+    with hooked(tmp_path / "run", include_collections=wanted, **place) as hook:
+        seen = []
+        for _ in range(3):
+            for model in models:
+                model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[hook])
+            seen.append(calls)
+        assert seen == [seen[0]] * 3
+    assert not [key for model in models for key in vars(model) if "smdist" in key]
+    trial = read(tmp_path / "run")
+    assert trial.tensor("gradients/one/kernelGrad").steps(mode=TRAIN) == [0, 1, 4, 5, 8, 9]
+    assert trial.tensor("other/outputs").steps(mode=TRAIN) == [2, 3, 6, 7, 10, 11]
+
+
+def test_of_a_copy_of_a_model_nothing_is_known() -> None:
+    assert copy.deepcopy({"known": Known()}) == {"known": None}
+    assert pickle.loads(pickle.dumps(Known())) is None
+
+
+def test_a_registered_model_stays(tmp_path: Path) -> None:
+    x, y = data(8)
+    model, other = make_model(compiled=False), make_model()
+    with hooked(tmp_path / "run", include_collections=["weights"]) as hook:
+        hook.register_model(model)
+        for _ in range(2):
+            other.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[hook])
+            with hook.wrap_tape(tf.GradientTape()) as tape:
+                loss = tf.reduce_mean((model(x) - y) ** 2)
+            tape.gradient(loss, model.trainable_variables)
+    trial = read(tmp_path / "run")
+    for name, key in WEIGHTS.items():
+        if "kernel" in name:
+            for step in (2, 5):
+                close(trial.tensor(name).value(step, mode=TRAIN), initial()[key])

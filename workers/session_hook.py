@@ -77,8 +77,13 @@ class SessionHook(TensorflowHook, tf.compat.v1.train.SessionRunHook):  # type: i
         self._optimizers.append(weakref.ref(optimizer))
 
     def _know_gradients(self, pairs: Iterable[tuple[Any, Any]], *, computed: bool = False) -> None:
-        if not self._active:
-            return
+        if self._active:
+            try:
+                self._add_gradients(pairs, computed)
+            except Exception as error:  # noqa: BLE001 (the policy decides)
+                self._mishaps.handle(error, "looking at gradients")
+
+    def _add_gradients(self, pairs: Iterable[tuple[Any, Any]], computed: bool) -> None:
         gradients = self.get_collection(CollectionKeys.GRADIENTS)
         known = self._trained.setdefault(v1.get_default_graph(), set())
         before = frozenset() if computed else frozenset(known)

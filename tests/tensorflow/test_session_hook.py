@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from pathlib import Path
 
@@ -141,3 +142,17 @@ def test_graphs_that_nobody_needs_any_more_are_gone(tmp_path: Path) -> None:
     assert [graph() is not None for graph in graphs] == [False, False, True]
     hook.close()
     assert read(tmp_path / "run").steps() == [0, 1, 2]
+
+
+def test_an_optimizer_that_runs_eagerly_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its gradients have no names to be known by."""
+    hook = smd.SessionHook(tmp_path / "run")
+    optimizer = hook.wrap_optimizer(v1.train.GradientDescentOptimizer(RATE))
+    weight = tf.Variable(2.0)
+    with caplog.at_level(logging.WARNING, logger="smdist"):
+        optimizer.minimize(lambda: weight * weight)
+    hook.close()
+    close(weight, 2 - RATE * 4)
+    assert "looking at gradients" in caplog.text

@@ -205,11 +205,11 @@ def test_only_instances_are_touched_and_only_during_a_step(tmp_path: Path) -> No
     with hooked(tmp_path / "run", save_all=True) as hook:
         model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[hook, Looking()])
         assert type(model.train_function).__module__.partition(".")[0] != "smdist"
+        assert [dict(vars(type(t))) for t in targets] == classes
         model.save(tmp_path / ("model.keras" if KERAS_3 else "model.h5"))
     assert Looking.looked == 2
     names = {"call", "compute_loss", "apply", "apply_gradients"}
     assert [set(vars(t)) & names for t in targets] == [b & names for b in before]
-    assert [dict(vars(type(t))) for t in targets] == classes
 
 
 def test_a_hook_that_is_closed_or_switched_off_does_nothing(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -122,7 +123,8 @@ class Names:
         if hasattr(optimizer, "get_slot_names"):  # optimizers of before Keras 2.11
             for slot in optimizer.get_slot_names():
                 for named in self.variables:
-                    if named.variable.trainable:
+                    # There is none for what was never trained, which `trainable` does not tell.
+                    with suppress(KeyError):
                         yield named.path, slot, optimizer.get_slot(named.variable, slot)
             return
         trained = getattr(optimizer, "_trainable_variables", None) or self.model.trainable_variables

@@ -99,8 +99,6 @@ def test_collections_and_names(tmp_path: Path, name: str) -> None:
         run_eagerly=options.pop("eager", False),
         **options,
     )
-    if name == "inline":
-        model.optimizer.build(model.trainable_variables)
     with hooked(tmp_path / "run", save_all=True, **place) as hook:
         model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[hook])
         hook.save_scalar("rate", 0.5, sm_metric=True)

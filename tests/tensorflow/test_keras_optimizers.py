@@ -1,0 +1,94 @@
+"""Optimizers: what they keep, those of before Keras 2.11, and those that scale the loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import smdist.tensorflow as smd
+from tests.tensorflow.keras_jobs import (
+    BATCH,
+    GRADIENTS,
+    KERAS_3,
+    close,
+    data,
+    hooked,
+    make_model,
+    read,
+    training,
+    way,
+)
+
+TRAIN = smd.modes.TRAIN
+PLACE = way("inline")[1]
+FIT: dict[str, Any] = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+SLOT = "optimizer/top/kernel/momentums"
+
+
+def compiled(optimizer: Any, **options: Any) -> Any:
+    model = make_model(compiled=False)
+    model.compile(optimizer=optimizer, loss="mse", jit_compile=False, **options)
+    return model
+
+
+def test_what_an_optimizer_keeps(tmp_path: Path) -> None:
+    """It comes with the first update, where Keras' function is traced once more."""
+    x, y = data()
+    for name, place in (("alone", {}), ("several", PLACE)):
+        with hooked(
+            tmp_path / name, 2, include_collections=["optimizer_variables"], **place
+        ) as hook:
+            compiled("adam").fit(x, y, epochs=2, callbacks=[hook], **FIT)
+    alone, several = read(tmp_path / "alone"), read(tmp_path / "several")
+    kept = {n for n in alone.tensor_names() if n.startswith("optimizer/")}
+    assert SLOT in kept
+    assert kept == {n for n in several.tensor_names() if n.startswith("optimizer/")}
+    for name in kept:
+        expected, found = (t.tensor(name).values(mode=TRAIN) for t in (alone, several))
+        assert set(expected) - {0} == set(found) - {0} == {2, 4, 6, 8}
+        for step in (2, 4, 6, 8):
+            close(found[step], expected[step])
+
+
+@pytest.mark.skipif(KERAS_3, reason="Keras 3 has no such optimizers")
+@pytest.mark.parametrize("name", ["eager", "compiled", "inline"])
+def test_an_optimizer_of_before_with_a_layer_that_is_frozen(tmp_path: Path, name: str) -> None:
+    x, y = data()
+    options, place = way(name)
+    model = make_model(compiled=False)
+    model.get_layer("hidden").trainable = False
+    model.compile(
+        optimizer=tf.keras.optimizers.legacy.Adam(0.1),
+        loss="mse",
+        run_eagerly=options.pop("eager", False),
+        **options,
+    )
+    wanted = ["weights", "gradients", "optimizer_variables"]
+    with hooked(tmp_path / "run", include_collections=wanted, **place) as hook:
+        model.fit(x, y, callbacks=[hook], **FIT)
+    trial = read(tmp_path / "run")
+    kernel = trial.tensor("top/weights/top/kernel:0").values(mode=TRAIN)
+    gradient = trial.tensor("gradients/top/kernelGrad").values(mode=TRAIN)
+    assert list(kernel) == list(gradient) == list(range(5))
+    assert not np.array_equal(kernel[0], kernel[4])
+    kept = trial.tensor("optimizer/top/kernel/m").values(mode=TRAIN)
+    assert set(kept) >= {1, 2, 3, 4}
+    for step in range(1, 4):
+        close(kept[step + 1], 0.9 * kept[step] + 0.1 * gradient[step])
+    assert not [n for n in trial.tensor_names() if n.startswith("optimizer/hidden")]
+
+
+def test_gradients_are_not_scaled(tmp_path: Path) -> None:
+    x, y = data()
+    sgd = tf.keras.optimizers.SGD(0.1)
+    model = compiled(tf.keras.mixed_precision.LossScaleOptimizer(sgd, initial_scale=1024.0))
+    with hooked(tmp_path / "run", include_collections=["gradients"], **PLACE) as hook:
+        model.fit(x, y, callbacks=[hook], **FIT)
+    trial = read(tmp_path / "run")
+    for name, key in GRADIENTS.items():
+        for number, step in enumerate(training(x, y)[0]):
+            close(trial.tensor(name).value(number, mode=TRAIN), step.gradients[key])

@@ -175,13 +175,15 @@ class Phase:
         finally:
             if inline is not None:
                 inline.disarm()
-        if inline is None or inline.seen == 0:
-            if inline is not None:
-                inline.missed()
-            with recording.without_variables():  # which are no longer what they were
-                recording.passed(self._since(before, source, steps) if steps > 1 else 1)
-        recording.save_results(self.kind, result)
-        recording.close()
+        if inline is not None and inline.seen:
+            recording.save_results(self.kind, result)
+            recording.close()
+            return result
+        if inline is not None:
+            inline.missed()
+        with recording.without_variables():  # which are no longer what they were
+            count = self._since(before, source, steps) if steps > 1 else 1
+            recording.passed_at_once(count, self.kind, result)
         return result
 
     def _recorded(self, batch: Any, others: list[Phase]) -> Any:

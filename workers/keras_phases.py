@@ -128,7 +128,10 @@ class Phases:
         if place.replicas > 1:
             why = "each of its processes has several replicas"
         elif steps_per_execution(model) > 1 or is_tuned(model):
-            why = "steps_per_execution runs several steps as one"
+            why = (
+                "steps_per_execution runs several steps as one; what their last one gives is saved "
+                "at the last of them that is due"
+            )
         elif model.jit_compile:
             why = "XLA lets nothing out; compile the model with jit_compile=False"
         if why:

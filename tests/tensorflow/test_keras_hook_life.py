@@ -22,6 +22,7 @@ from tests.tensorflow.keras_jobs import (
     hooked,
     make_model,
     read,
+    running_mean,
     training,
     way,
 )
@@ -135,8 +136,29 @@ def test_what_is_out_of_reach_among_several_processes(
     assert "steps_per_execution runs several steps as one" in caplog.text
     trial = read(tmp_path / "run")
     assert set(trial.tensor_names()) == {"loss", "mae"}
-    # Each execution ends with a result, and that belongs to its last step.
-    assert trial.tensor("loss").steps(mode=TRAIN) == [3, 6, 9]
+    # An execution of two steps ends with one result.
+    found = trial.tensor("loss").values(mode=TRAIN)
+    assert list(found) == [0, 3, 6, 9]
+    means = [
+        mean for epoch in training(x, y, epochs=2) for mean in running_mean([s.loss for s in epoch])
+    ]
+    close(list(found.values()), [means[step] for step in (1, 3, 6, 9)])
+
+
+@pytest.mark.parametrize(("interval", "due"), [(2, [0, 2, 4]), (1, [1, 3, 4]), (4, [0, 4])])
+def test_a_result_of_several_steps_is_saved_once(
+    tmp_path: Path, interval: int, due: list[int]
+) -> None:
+    """At the last of them that is due."""
+    x, y = data()
+    options, place = way("inline")
+    model = make_model(steps_per_execution=2, **options)
+    with hooked(tmp_path / "run", interval=interval, **place) as hook:
+        model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[hook])
+    found = read(tmp_path / "run").tensor("loss").values(mode=TRAIN)
+    assert list(found) == due
+    means = running_mean([step.loss for step in training(x, y)[0]])
+    close(list(found.values()), [means[min(step | 1, 4)] for step in due])
 
 
 def test_training_goes_as_without_a_hook(tmp_path: Path) -> None:

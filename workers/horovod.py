@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-__all__ = ["awaits_reduction", "is_running", "reducer_of", "reduces"]
+__all__ = ["awaits_reduction", "is_running", "reducer_of", "reducing"]
 
 
 def is_running(framework: str, modules: Mapping[str, ModuleType] = sys.modules) -> bool:
@@ -27,9 +27,14 @@ def awaits_reduction(optimizer: Any) -> bool:
     return hasattr(optimizer, "synchronize") and bool(getattr(optimizer, "_handles", None))
 
 
-def reduces(optimizer: Any) -> bool:
-    """Keras: does `optimizer` reduce gradients when it computes them?"""
-    return reducer_of(optimizer) is not None and hasattr(optimizer, "_allreduce")
+def reducing(optimizer: Any) -> Any:
+    """Keras: `optimizer` or what it wraps, whichever reduces gradients when it computes them; None:
+    neither does."""
+    while optimizer is not None:
+        if reducer_of(optimizer) is not None and hasattr(optimizer, "_allreduce"):
+            return optimizer
+        optimizer = getattr(optimizer, "inner_optimizer", None)  # of one that scales the loss
+    return None
 
 
 def reducer_of(wrapper: Any) -> Any:

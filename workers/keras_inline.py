@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from smdist.planning import Planner
 from smdist.workers.keras_names import Names
-from smdist.workers.keras_taps import Anywhere, Taps, wants_of
+from smdist.workers.keras_taps import Taps, dense, of_stage
 from smdist.workers.mishaps import Mishaps
 from smdist.workers.tf_aside import tell_when
 from smdist.workers.tf_host import Array, array_of, flat_tensors, tf_variable, unconverted
@@ -90,8 +90,9 @@ class Inline:
             if taps is None:
                 return original(data)
             with taps.installed(self._recording.optimizers_of(self._model)):
-                result, seen = taps.watch(data, original)
-            self._after(seen, begun)
+                taps.begin(data)
+                result = original(data)
+            self._after(of_stage(taps.end(), self._recording.synced), begun)
             return result
 
         return step
@@ -104,7 +105,7 @@ class Inline:
             return None, None
         self._blind = False
         names = self._recording.names(self._model)
-        wants = wants_of(Anywhere(self._planner), names)
+        wants = self._recording.wants_anywhere(names, self._kind)
         variables = self._variables(names)
 
         described = [name for name, _ in variables]
@@ -114,7 +115,7 @@ class Inline:
                 lambda: [tf_variable(variable).read_value() for _, variable in variables],
                 _weakly(self._begin, described),
             )
-        return Taps(names, wants, self._mishaps, self._recording.synced), begun
+        return Taps(names, wants, self._mishaps), begun
 
     @unconverted
     def _after(self, seen: dict[str, Any], begun: Any) -> None:
@@ -123,7 +124,7 @@ class Inline:
             with tf.control_dependencies([begun]):
                 tell_when(
                     self._armed,
-                    lambda: list(seen.values()),
+                    lambda: [dense(value) for value in seen.values()],
                     _weakly(self._save, described),
                 )
 

@@ -89,8 +89,8 @@ class Phases:
         return next((p for p in _standing(model, kind) if p in self._phases), None)
 
     def _install(self, model: Any, kind: str, place: Place) -> Phase:
-        if kind == "train":
-            self._check_stage(model, place)
+        if kind == "train" and max(place) > 1:
+            self._check_stage(model)
         inline, whole = None, True
         if place.processes > 1 and not model.run_eagerly:
             inline = self._inline(model, kind, place)
@@ -115,8 +115,17 @@ class Phases:
         setattr(model, attribute, phase)
         return phase
 
-    def _check_stage(self, model: Any, place: Place) -> None:
-        if self._recording.synced and max(place) > 1 and not horovod.reduces(model.optimizer):
+    def _check_stage(self, model: Any) -> None:
+        if horovod.reducing(model.optimizer) is not None:
+            return
+        if horovod.is_running("tensorflow"):
+            if self._recording.may_want_gradients(model):
+                self._mishaps.trouble(
+                    f"the gradients of {model.name} are captured as its optimizer is given them: "
+                    "reduced, if its train_step does that itself (hvd.DistributedGradientTape); with "
+                    "hvd.DistributedOptimizer stage_gradients chooses"
+                )
+        elif self._recording.synced:
             self._mishaps.trouble(
                 f"the gradients of {model.name} are those that each worker computed: "
                 "stage_gradients='synced' knows the reduction of hvd.DistributedOptimizer alone"

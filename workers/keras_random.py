@@ -14,7 +14,7 @@ from typing import Any
 
 from smdist.workers.keras_functions import StepFunction
 from smdist.workers.keras_phase import one_by_one, steps_per_execution
-from smdist.workers.keras_taps import NOTHING, Wants
+from smdist.workers.keras_taps import NOTHING, Wants, covers
 
 __all__ = ["OneFunction", "draws", "example", "turn_after"]
 
@@ -49,7 +49,7 @@ class OneFunction:
             return self.function(batch)
 
     def covers(self, wants: Wants) -> bool:
-        return all(asked <= told for asked, told in zip(wants, self._wants, strict=True))
+        return covers(self._wants, wants)
 
 
 def example(source: Any) -> Any:

@@ -20,7 +20,16 @@ from smdist.workers.keras_lanes import Lanes
 from smdist.workers.keras_names import NamedVariable, Names
 from smdist.workers.keras_phase import Phase
 from smdist.workers.keras_random import OneFunction, draws, example, turn_after
-from smdist.workers.keras_taps import NOTHING, Anywhere, Taps, Wants, union, wants_of
+from smdist.workers.keras_taps import (
+    NOTHING,
+    Anywhere,
+    Taps,
+    Wants,
+    at_stage,
+    of_stage,
+    union,
+    wants_of,
+)
 from smdist.workers.mishaps import Mishaps
 from smdist.workers.recorder import Recorder
 from smdist.workers.steps import StepClock
@@ -174,7 +183,7 @@ class Recording:
         result, seen = self._step(phase, batch, wanted)
         if wanted:
             for one in everybody:  # its plan says what of it is wanted
-                one._save(seen)
+                one._save(of_stage(seen, one.synced))
         return result
 
     def _step(
@@ -217,7 +226,7 @@ class Recording:
         if function is None or basis is not phase.original:
             taps = None
             if wants is not None:
-                taps = Taps(self.names(model), wants, self._mishaps, self.synced)
+                taps = Taps(self.names(model), wants, self._mishaps)
             function = StepFunction(
                 model,
                 phase.kind,
@@ -252,7 +261,7 @@ class Recording:
             if set(self._planner.active()) <= _RESULTS:
                 return
             build_by_tracing(model, _inputs(like))
-        found = [one._wants_anywhere(model, kind) for one in (self, *others)]
+        found = [one._may_want(model, kind) for one in (self, *others)]
         wanted = [wants for wants in found if wants is not None]
         if not wanted:
             return
@@ -270,12 +279,23 @@ class Recording:
 
         phase.original = OneFunction(model, kind, function, wants, plain)
 
-    def _wants_anywhere(self, model: Any, kind: str) -> Wants | None:
-        """What any step may have to tell of its inside; None if none runs as a function of ours."""
-        names = self.names(model)
-        wants = wants_of(Anywhere(self._planner), names)
+    def wants_anywhere(self, names: Names, kind: str) -> Wants:
+        """What any step may have to tell of its inside."""
+        wants = at_stage(wants_of(Anywhere(self._planner), names), self.synced)
         if kind != "train":
-            wants = wants._replace(gradients=frozenset())
+            wants = wants._replace(gradients=frozenset(), synced=frozenset())
+        return wants
+
+    def may_want_gradients(self, model: Any) -> bool:
+        if not model.built:
+            return CollectionKeys.GRADIENTS in self._planner.active()
+        wants = self.wants_anywhere(self.names(model), "train")
+        return bool(wants.gradients or wants.synced)
+
+    def _may_want(self, model: Any, kind: str) -> Wants | None:
+        """The same; None if no step runs as a function of ours."""
+        names = self.names(model)
+        wants = self.wants_anywhere(names, kind)
         variables = [*names.variables, *self.optimizer_variables(names, kind)]
         if any(wants) or any(self._planner.wanted_anywhere(v.name) for v in variables):
             return wants
@@ -331,7 +351,7 @@ class Recording:
         wants = self.models.known(names.model).wants
         found = wants.get(plan)
         if found is None:
-            found = wants[plan] = wants_of(plan, names)
+            found = wants[plan] = at_stage(wants_of(plan, names), self.synced)
         return found
 
     def bind(self) -> None:

@@ -235,7 +235,8 @@ class Tapes:
         names, plan = self._recording.registered_names(), self._recorder.plan
         if names is None or plan is None:
             return
-        wants = self._recording.wants(plan, names)._replace(gradients=frozenset())
+        nothing = frozenset[str]()
+        wants = self._recording.wants(plan, names)._replace(gradients=nothing, synced=nothing)
         if any(wants):
             self._taps = Taps(names, wants, self._mishaps)
             self._taps.begin(None)

@@ -23,8 +23,21 @@ from smdist.workers.keras_names import Names, gradient_name
 from smdist.workers.mishaps import Mishaps
 from smdist.workers.tf_host import flat_tensors, unconverted
 
-__all__ = ["NOTHING", "Anywhere", "Taps", "Wants", "union", "wants_of"]
+__all__ = [
+    "NOTHING",
+    "Anywhere",
+    "Taps",
+    "Wants",
+    "at_stage",
+    "covers",
+    "dense",
+    "of_stage",
+    "union",
+    "wants_of",
+]
 
+_SYNCED = "synced:"  # before the name of a gradient, where both stages of it may be seen
+_SCOPE = "smdist"  # of operations beside the model's, which keep their names
 _MODEL = ("inputs", "labels", "predictions", "batch_loss")
 _NUMBERS = range(16)  # how many tensors a layer gives is not known before it runs
 
@@ -34,6 +47,7 @@ class Wants(NamedTuple):
     outputs: frozenset[str]
     gradients: frozenset[str]  # of variables
     model: frozenset[str]
+    synced: frozenset[str] = frozenset()  # gradients after their reduction
 
 
 NOTHING = Wants(*[frozenset[str]()] * 4)
@@ -41,6 +55,43 @@ NOTHING = Wants(*[frozenset[str]()] * 4)
 
 def union(wanted: Sequence[Wants]) -> Wants:
     return Wants(*(frozenset[str]().union(*parts) for parts in zip(*wanted, strict=True)))
+
+
+def covers(told: Wants, asked: Wants) -> bool:
+    return all(some <= of for some, of in zip(asked, told, strict=True))
+
+
+def at_stage(wants: Wants, synced: bool) -> Wants:
+    """The same, with the gradients of that stage."""
+    return wants._replace(gradients=frozenset(), synced=wants.gradients) if synced else wants
+
+
+def of_stage(seen: dict[str, Any], synced: bool) -> dict[str, Any]:
+    """What taps saw, by the names that it is saved under, with the gradients of one stage."""
+    found = {n: value for n, value in seen.items() if not n.startswith(_SYNCED)}
+    if synced:
+        rest = [n for n in seen if n not in found]
+        found |= {n.removeprefix(_SYNCED): seen[n] for n in rest}
+    return found
+
+
+class _Scaled(NamedTuple):
+    """A gradient that was multiplied with `scale`."""
+
+    gradient: Any
+    scale: Any
+
+    @property
+    def dtype(self) -> Any:
+        return self.gradient.dtype
+
+
+def dense(value: Any) -> Any:
+    """The tensor that something seen stands for. To work it out costs time and memory."""
+    if isinstance(value, _Scaled):
+        gradient = tf.convert_to_tensor(value.gradient)
+        return gradient / tf.cast(value.scale, gradient.dtype)
+    return tf.convert_to_tensor(value) if isinstance(value, tf.IndexedSlices) else value
 
 
 class _Wanting(Protocol):
@@ -73,10 +124,8 @@ class Anywhere:
 
 
 class Taps:
-    def __init__(self, names: Names, wants: Wants, mishaps: Mishaps, synced: bool = False) -> None:
-        """`synced`: gradients after their reduction, of optimizers that reduce them in sight."""
+    def __init__(self, names: Names, wants: Wants, mishaps: Mishaps) -> None:
         self._names, self._wants, self._mishaps = names, wants, mishaps
-        self._synced = synced
         self._seeing = threading.local()  # replicas are traced on threads of their own
 
     # -- on the instances ---------------------------------------------------------------------
@@ -92,18 +141,28 @@ class Taps:
                 stack.enter_context(_replaced(model, "call", self._root))
             if "batch_loss" in wants.model:
                 stack.enter_context(_replaced(model, "compute_loss", self._loss))
-            if wants.gradients:
-                for optimizer in optimizers:
-                    method, around = self._gradients_of(optimizer)
-                    stack.enter_context(_replaced(optimizer, method, around))
+            for optimizer in optimizers:
+                for target, method, around in self._on(optimizer):
+                    stack.enter_context(_replaced(target, method, around))
             yield
 
-    def _gradients_of(self, optimizer: Any) -> tuple[str, Callable[[Any], Any]]:
-        if horovod.reduces(optimizer) and not self._synced:
-            return "_allreduce", self._reduction
-        # In Keras 3 everything goes through `apply`.
-        keras_3 = hasattr(optimizer, "apply") and hasattr(optimizer, "stateless_apply")
-        return "apply" if keras_3 else "apply_gradients", self._optimizer(optimizer)
+    def _on(self, optimizer: Any) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+        """Where the gradients of `optimizer` are seen: as it is given them, and before that where it
+        reduces them."""
+        stages = [synced for synced in (False, True) if self._of(synced)]
+        reducing = horovod.reducing(optimizer)
+        if reducing is not None and False in stages:
+            scaling = None if reducing is optimizer else optimizer
+            yield reducing, "_allreduce", self._reduction(scaling)
+            stages.remove(False)
+        if stages:
+            # In Keras 3 everything goes through `apply`.
+            keras_3 = hasattr(optimizer, "apply") and hasattr(optimizer, "stateless_apply")
+            method = "apply" if keras_3 else "apply_gradients"
+            yield optimizer, method, self._optimizer(optimizer, stages)
+
+    def _of(self, synced: bool) -> frozenset[str]:
+        return self._wants.synced if synced else self._wants.gradients
 
     def _layer(self, path: str) -> Callable[[Any], Any]:
         def around(original: Any) -> Any:
@@ -133,27 +192,34 @@ class Taps:
 
         return compute_loss
 
-    def _reduction(self, original: Any) -> Any:
-        def allreduce(grads: Any, variables: Any) -> Any:
-            grads, variables = list(grads), list(variables)
-            self._note_gradients(None, list(zip(grads, variables, strict=False)))
-            return original(grads, variables)
+    def _reduction(self, scaling: Any) -> Callable[[Any], Any]:
+        """`scaling` has scaled the loss, if anybody has, and its gradients are still so."""
 
-        return allreduce
+        def around(original: Any) -> Any:
+            def allreduce(grads: Any, variables: Any) -> Any:
+                grads, variables = list(grads), list(variables)
+                pairs = list(zip(grads, variables, strict=False))
+                self._note_gradients(lambda: getattr(scaling, "loss_scale", None), pairs, [False])
+                return original(grads, variables)
 
-    def _optimizer(self, optimizer: Any) -> Callable[[Any], Any]:
+            return allreduce
+
+        return around
+
+    def _optimizer(self, optimizer: Any, stages: list[bool]) -> Callable[[Any], Any]:
         def around(original: Any) -> Any:
             def apply(grads: Any, trainable_variables: Any = None, **kwargs: Any) -> Any:
                 grads = list(grads)
                 variables = trainable_variables
                 if variables is None:
                     variables = optimizer._trainable_variables
-                self._note_gradients(optimizer, list(zip(grads, variables, strict=False)))
+                pairs = list(zip(grads, variables, strict=False))
+                self._note_gradients(lambda: _loss_scale(optimizer), pairs, stages)
                 return original(grads, trainable_variables, **kwargs)
 
             def apply_gradients(grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
                 grads_and_vars = list(grads_and_vars)
-                self._note_gradients(None, grads_and_vars)
+                self._note_gradients(lambda: None, grads_and_vars, stages)
                 return original(grads_and_vars, *args, **kwargs)
 
             return apply if original.__name__ == "apply" else apply_gradients
@@ -166,7 +232,7 @@ class Taps:
         """Run `step(data)` in a replica: its result, and every tensor seen, by name."""
         self.begin(data)
         outputs = step(data)
-        return outputs, self.end()
+        return outputs, _all_dense(self.end())
 
     @unconverted
     def begin(self, data: Any) -> None:
@@ -181,6 +247,7 @@ class Taps:
 
     @unconverted
     def end(self) -> dict[str, Any]:
+        """What was seen, by name; `dense` gives the tensors."""
         seen, self._seeing.tensors = self._seeing.tensors, None
         found = {}
         for base, (first, tensors) in seen.items():
@@ -190,7 +257,8 @@ class Taps:
                     found[name] = tensor
         for base in self._seeing.hidden.keys() - seen.keys():
             self._mishaps.trouble(
-                f"{base} is computed inside a function or loop of its own and cannot be seen"
+                f"{base.removeprefix(_SYNCED)} is computed inside a function or loop of its own "
+                "and cannot be seen"
             )
         self._seeing.hidden = self._seeing.graph = None
         return found
@@ -213,14 +281,8 @@ class Taps:
         if seen is None:
             return
         try:
-            tensors = [
-                tf.convert_to_tensor(t) if isinstance(t, tf.IndexedSlices) else t
-                for t in flat_tensors(value)
-            ]
-            graph = self._seeing.graph
-            if any(getattr(t, "graph", None) is not graph for t in tensors):
-                # Also where Keras 2 runs a layer once more, to find out shapes.
-                self._seeing.hidden[base] = True
+            tensors = flat_tensors(value)
+            if not self._in_sight(base, tensors):
                 return
             known = None if again else seen.get(base)
             if known is not None:
@@ -229,6 +291,14 @@ class Taps:
                 seen[base] = (len(tensors), tensors)
         except Exception as error:  # noqa: BLE001 (the policy decides)
             self._mishaps.handle(error, f"looking at {base}")
+
+    def _in_sight(self, base: str, tensors: list[Any]) -> bool:
+        graph = self._seeing.graph
+        if all(getattr(tensor, "graph", None) is graph for tensor in tensors):
+            return True
+        # Also where Keras 2 runs a layer once more, to find out shapes.
+        self._seeing.hidden[base] = True
+        return False
 
     @unconverted
     def _note_layer(self, path: str, args: Any, kwargs: dict[str, Any], result: Any) -> None:
@@ -248,16 +318,38 @@ class Taps:
             self._note("predictions", result, again=True)
 
     @unconverted
-    def _note_gradients(self, scaling: Any, pairs: list[tuple[Any, Any]]) -> None:
-        scale = _loss_scale(scaling)
-        for gradient, variable in pairs:
-            path = self._names.path_of(variable)
-            if gradient is None or path not in self._wants.gradients:
-                continue
-            if scale is not None:
-                dense = tf.convert_to_tensor(gradient)
-                gradient = dense / tf.cast(tf.convert_to_tensor(scale), dense.dtype)
-            self._note(gradient_name(path), gradient, again=True)
+    def _note_gradients(
+        self, scale: Callable[[], Any], pairs: list[tuple[Any, Any]], stages: list[bool]
+    ) -> None:
+        """`scale`: what they were multiplied with, if with anything. `stages`: are they synced?"""
+        seen = getattr(self._seeing, "tensors", None)
+        if seen is None:
+            return
+        try:
+            with tf.name_scope(_SCOPE):
+                factor = scale()
+                factor = None if factor is None else tf.convert_to_tensor(factor)
+            for gradient, variable in pairs:
+                path = self._names.path_of(variable)
+                if gradient is not None and path is not None:
+                    for synced in stages:
+                        self._note_gradient(seen, path, gradient, factor, synced)
+        except Exception as error:  # noqa: BLE001 (the policy decides)
+            self._mishaps.handle(error, "looking at gradients")
+
+    def _note_gradient(
+        self, seen: dict[str, Any], path: str, gradient: Any, factor: Any, synced: bool
+    ) -> None:
+        if path not in self._of(synced):
+            return
+        name = f"{_SYNCED}{gradient_name(path)}" if synced else gradient_name(path)
+        if self._in_sight(name, [gradient]):
+            seen[name] = (1, [gradient if factor is None else _Scaled(gradient, factor)])
+
+
+@unconverted
+def _all_dense(seen: dict[str, Any]) -> dict[str, Any]:
+    return {name: dense(value) for name, value in seen.items()}
 
 
 def _loss_scale(optimizer: Any) -> Any:

@@ -1,7 +1,7 @@
 """A rank under Horovod that trains in less usual ways, each with a hook and a run of its own.
 
-`variants_job.py torch|keras FOLDER`: runs are FOLDER/<name>-<stage>, what the rank expects of their
-local gradients is FOLDER/<rank>.npz, by `<name>/<step>`.
+`variants_job.py torch|keras|fit FOLDER`: runs are FOLDER/<name>-<stage>, what the rank expects of their
+local gradients is FOLDER/<rank>.npz, by `<name>/<step>`; those of `fit` tell themselves.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 STEPS, CLIP = 3, 0.02
+BATCH, EPOCHS, RATE, MOMENTUM = 4, 2, 0.01, 0.75  # of `fit`
 STAGES = ("local", "synced")
 
 
@@ -120,9 +121,81 @@ def keras_runs(folder: Path) -> dict[str, Any]:
     return {"rank": hvd.rank(), **expected}
 
 
+def fit_runs(folder: Path) -> dict[str, Any]:
+    """`fit` with a layer that is frozen and one that draws numbers, validation, `evaluate`, `predict`."""
+    import horovod.tensorflow as hvd_tape
+    import horovod.tensorflow.keras as hvd
+    import tensorflow as tf
+
+    import smdist.tensorflow as smd
+
+    hvd.init()
+    keras: Any = tf.keras
+    random = np.random.default_rng(hvd.rank())
+    x = random.normal(size=(2 * BATCH, 4)).astype(np.float32)
+    y = x.sum(axis=1, keepdims=True)
+
+    class Own(tf.keras.Model):  # type: ignore[misc]
+        def train_step(self, data: Any) -> Any:
+            inputs, labels = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(inputs, training=True) - labels) ** 2)
+            tape = hvd_tape.DistributedGradientTape(tape)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            return {"loss": loss}
+
+    def make(kind: Any) -> Any:
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((4,))
+        base = keras.layers.Dense(5, name="base", trainable=False)(inputs)
+        dropped = keras.layers.Dropout(0.3, name="drop")(base)
+        return kind(inputs, keras.layers.Dense(1, name="top")(dropped), name="net")
+
+    def train(
+        name: str, optimizer: Any, stages: tuple[str, ...] = STAGES, kind: Any = keras.Model
+    ) -> None:
+        model = make(kind)
+        eager = name == "eager"
+        model.compile(optimizer, loss="mse", run_eagerly=eager, jit_compile=False)
+        hooks = [
+            smd.KerasHook(
+                folder / f"{name}-{stage}",
+                include_workers="all",
+                include_collections=[
+                    "weights", "gradients", "outputs", "layers", "optimizer_variables"
+                ],
+                save_config=smd.SaveConfig(save_interval=1),
+                stage_gradients=stage,  # type: ignore[arg-type]
+            )
+            for stage in stages
+        ]  # fmt: skip
+        options = {"batch_size": BATCH, "verbose": 0, "callbacks": hooks}
+        held_out = x[:BATCH], y[:BATCH]
+        model.fit(x, y, epochs=EPOCHS, shuffle=False, validation_data=held_out, **options)
+        model.evaluate(x, y, **options)
+        model.predict(x, **options)
+        for hook in hooks:
+            hook.close()
+
+    def reducing(optimizer: Any, **options: Any) -> Any:
+        return hvd.DistributedOptimizer(optimizer, **options)
+
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    sgd = reducing(keras.optimizers.SGD(RATE, momentum=MOMENTUM))
+    train("mixed", keras.mixed_precision.LossScaleOptimizer(sgd, initial_scale=1024.0))
+    keras.mixed_precision.set_global_policy("float32")
+    train("legacy", reducing(keras.optimizers.legacy.Adam(RATE, beta_1=MOMENTUM)))
+    train("eager", reducing(keras.optimizers.Adam(RATE, beta_1=MOMENTUM)))
+    train("passes", reducing(keras.optimizers.SGD(RATE), backward_passes_per_step=2))
+    train("own", keras.optimizers.SGD(RATE), ("local",), Own)
+    return {"rank": hvd.rank()}
+
+
 def main() -> None:
     folder = Path(sys.argv[2])
-    expected = (torch_runs if sys.argv[1] == "torch" else keras_runs)(folder)
+    kinds = {"torch": torch_runs, "keras": keras_runs, "fit": fit_runs}
+    expected = kinds[sys.argv[1]](folder)
     np.savez(folder / f"{expected.pop('rank')}.npz", **expected)
 
 

@@ -18,7 +18,7 @@ import tensorflow as tf
 from smdist.workers.keras_taps import Taps
 from smdist.workers.tf_host import unconverted
 
-__all__ = ["StepFunction", "build_by_tracing", "is_keras_3"]
+__all__ = ["StepFunction", "build_by_tracing", "is_keras_3", "sow"]
 
 _COUNTERS = {"train": "_train_counter", "test": "_test_counter", "predict": "_predict_counter"}
 
@@ -67,7 +67,8 @@ class StepFunction:
         return self._function.get_concrete_function(_without_optionals(like)).graph
 
     def _run(self, data: Any) -> Any:
-        self._sow()
+        if not self.eager:
+            sow(self.turn)
         model = self._model
         strategy = model.distribute_strategy
         step = self._step
@@ -92,12 +93,6 @@ class StepFunction:
         if counter is not None:
             counter.assign_add(1)
         return outputs, seen
-
-    @unconverted
-    def _sow(self) -> None:
-        if self.turn and not self.eager:
-            graph = tf.compat.v1.get_default_graph()
-            graph.seed = _other_seed(graph.seed, self.turn)
 
     @unconverted
     def _reduced(self, outputs: Any) -> Any:
@@ -132,6 +127,14 @@ def _is_none(item: Any) -> bool:
     if isinstance(item, (tf.experimental.Optional, tf.OptionalSpec)):
         return True
     return isinstance(item, tf.TypeSpec) and item.value_type is type(None)
+
+
+@unconverted
+def sow(turn: int) -> None:
+    """Let the graph that is being traced draw other numbers than those of earlier turns."""
+    if turn:
+        graph = tf.compat.v1.get_default_graph()
+        graph.seed = _other_seed(graph.seed, turn)
 
 
 def _other_seed(seed: int | None, turn: int) -> int:

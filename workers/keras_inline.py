@@ -6,21 +6,26 @@ for ever. So the function stays Keras': while it is traced, its step gets two qu
 beside it, one before and one after, that are false on all steps but those to be captured. On such a
 step the graph hands over its tensors. No collective is added, taken away or put in another order,
 whether the other processes capture or not.
+
+What the graph can hand over is settled when it is traced. Where more comes to be wanted, Keras makes
+its function anew: to trace is no matter of the other processes.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from smdist.planning import Planner
+from smdist.planning import Planner, StepPlan
+from smdist.workers.keras_functions import sow
 from smdist.workers.keras_names import Names
-from smdist.workers.keras_taps import Taps, dense, of_stage
+from smdist.workers.keras_taps import Taps, Wants, covers, dense, of_stage
 from smdist.workers.mishaps import Mishaps
 from smdist.workers.tf_aside import tell_when
 from smdist.workers.tf_host import Array, array_of, flat_tensors, tf_variable, unconverted
@@ -28,16 +33,26 @@ from smdist.workers.tf_host import Array, array_of, flat_tensors, tf_variable, u
 if TYPE_CHECKING:
     from smdist.workers.keras_recording import Recording
 
-__all__ = ["Inline"]
+__all__ = ["Inline", "Owner"]
+
+_SOWN = "_smdist_sown"
+_PLANS = 16
+
+
+class Owner(NamedTuple):
+    """The parts of the hook that asks."""
+
+    recording: Recording
+    planner: Planner
+    mishaps: Mishaps
+    renew: Callable[[], None]  # has Keras make its function anew
 
 
 class Inline:
     """One of the functions of one model, and the step that is traced into it."""
 
-    def __init__(
-        self, recording: Recording, planner: Planner, mishaps: Mishaps, model: Any, kind: str
-    ) -> None:
-        self._recording, self._planner, self._mishaps = recording, planner, mishaps
+    def __init__(self, owner: Owner, model: Any, kind: str) -> None:
+        self._owner: Owner | None = owner  # None: it is closed
         self._model, self._kind = model, kind
         # Within the scope of a strategy a new variable is a matter of all processes. The scope is
         # this thread's.
@@ -46,20 +61,45 @@ class Inline:
         self.seen = 0  # steps that told of themselves since `arm`
         self._blind = False  # was it traced without telling anything?
         self._step: Any = None  # as installed
+        self._checked: deque[StepPlan] = deque(maxlen=_PLANS)  # nothing is missing for these
+        self.stands_in(None, 0)
+
+    def stands_in(self, function: Any, turn: int) -> None:
+        """That is Keras' function from now on, the one of that turn, and not traced yet."""
+        self.function, self._turn = function, turn
+        self._wants: Wants | None = None  # what every trace of it tells
+        self._untold: set[str] = set()  # variables that a trace of it leaves out
 
     # -- around a call of the function --------------------------------------------------------
 
     def arm(self) -> None:
         self.seen = 0
+        owner = self._owner
+        if owner is not None and self._wants is not None:
+            try:
+                self._check(owner, self._wants)
+            except Exception as error:  # noqa: BLE001 (the policy decides)
+                owner.mishaps.handle(error, f"looking at {self._model.name}")
         self._armed.assign(value=True)
 
     def disarm(self) -> None:
         self._armed.assign(value=False)
 
+    def _check(self, owner: Owner, told: Wants) -> None:
+        """Can the function tell what is wanted of the coming step? A plan is another one when the
+        configuration has changed."""
+        plan = owner.recording.coming_plan
+        if plan in self._checked:
+            return
+        self._checked.append(plan)
+        asked = owner.recording.wants(plan, owner.recording.names(self._model))
+        if not covers(told, asked) or any(plan.wants(n) is not None for n in self._untold):
+            owner.renew()
+
     def missed(self) -> None:
         """A step that was due did not tell of itself."""
-        if self._blind:
-            self._mishaps.trouble(
+        if self._blind and self._owner is not None:
+            self._owner.mishaps.trouble(
                 f"{self._model.name} got its variables in its first step, too late for its steps to "
                 "be captured: build the model before it is trained (give it an input shape)"
             )
@@ -84,73 +124,109 @@ class Inline:
             else:
                 own[name] = before
 
+    def let_go(self) -> None:
+        """The hook is closed. Keras' function asks on, and holds what it asks, but not the hook."""
+        self._owner = None
+        self._checked.clear()
+
     def _around(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def step(data: Any) -> Any:
-            taps, begun = self._before(data)
+            taps, optimizers, begun = self._before(data)
             if taps is None:
                 return original(data)
-            with taps.installed(self._recording.optimizers_of(self._model)):
+            with taps.installed(optimizers):
                 taps.begin(data)
                 result = original(data)
-            self._after(of_stage(taps.end(), self._recording.synced), begun)
+            self._after(taps, begun)
             return result
 
         return step
 
     @unconverted
-    def _before(self, data: Any) -> tuple[Taps | None, Any]:
-        if not self._model.built:
-            # Where this makes variables of the model, it is traced once more before it runs.
-            self._blind = True
-            return None, None
-        self._blind = False
-        names = self._recording.names(self._model)
-        wants = self._recording.wants_anywhere(names, self._kind)
-        variables = self._variables(names)
+    def _before(self, data: Any) -> tuple[Taps | None, list[Any], Any]:
+        self._sow()
+        owner = self._owner
+        # Where this makes variables of the model, it is traced once more before it runs.
+        self._blind = not self._model.built
+        if self._blind or owner is None:
+            return None, [], None
+        try:
+            recording = owner.recording
+            names = recording.names(self._model)
+            wants = recording.wants_anywhere(names, self._kind)
+            optimizers = recording.optimizers_of(self._model)
+            begun = self._ask(owner, names, data)
+        except Exception as error:  # noqa: BLE001 (the policy decides)
+            owner.mishaps.handle(error, f"tracing the {self._kind} step of {self._model.name}")
+            return None, [], None
+        self._wants = wants if self._wants is None else _common(wants, self._wants)
+        return Taps(names, wants, owner.mishaps), optimizers, begun
 
-        described = [name for name, _ in variables]
+    def _ask(self, owner: Owner, names: Names, data: Any) -> Any:
+        found = [*names.variables, *owner.recording.optimizer_variables(names, self._kind)]
+        variables = [named for named in found if owner.planner.wanted_anywhere(named.name)]
+        described = [named.name for named in variables]
+        self._untold |= {named.name for named in found} - set(described)
         with tf.control_dependencies(flat_tensors(data)):  # without a batch there is no step
-            begun = tell_when(
+            return tell_when(
                 self._armed,
-                lambda: [tf_variable(variable).read_value() for _, variable in variables],
+                lambda: [tf_variable(named.variable).read_value() for named in variables],
                 _weakly(self._begin, described),
             )
-        return Taps(names, wants, self._mishaps), begun
 
     @unconverted
-    def _after(self, seen: dict[str, Any], begun: Any) -> None:
-        described = list(seen)
-        if seen:
-            with tf.control_dependencies([begun]):
-                tell_when(
-                    self._armed,
-                    lambda: [dense(value) for value in seen.values()],
-                    _weakly(self._save, described),
-                )
+    def _after(self, taps: Taps, begun: Any) -> None:
+        owner = self._owner
+        if owner is None:
+            return
+        try:
+            found = of_stage(taps.end(), owner.recording.synced)
+            described = list(found)
+            if found:
+                with tf.control_dependencies([begun]):
+                    tell_when(
+                        self._armed,
+                        lambda: [dense(value) for value in found.values()],
+                        _weakly(self._save, described),
+                    )
+        except Exception as error:  # noqa: BLE001 (the policy decides)
+            owner.mishaps.handle(error, f"tracing the {self._kind} step of {self._model.name}")
 
-    def _variables(self, names: Names) -> list[tuple[str, Any]]:
-        found = [*names.variables, *self._recording.optimizer_variables(names, self._kind)]
-        wanted = self._planner.wanted_anywhere
-        return [(named.name, named.variable) for named in found if wanted(named.name)]
+    def _sow(self) -> None:
+        """The steps of several hooks are traced into one graph."""
+        graph = tf.compat.v1.get_default_graph()
+        if not getattr(graph, _SOWN, False):
+            setattr(graph, _SOWN, True)
+            sow(self._turn)
 
     # -- while it runs, on a thread of TensorFlow's -------------------------------------------
 
     def _begin(self, names: list[str], arrays: tuple[Array, ...]) -> Any:
+        owner = self._owner
+        if owner is None:
+            return np.bool_(True)
         try:
             self.seen += 1
-            with self._recording.without_variables():
-                self._recording.begin()
+            with owner.recording.without_variables():
+                owner.recording.begin()
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._mishaps.handle(error, "beginning a step")
+            owner.mishaps.handle(error, "beginning a step")
         return self._save(names, arrays)
 
     def _save(self, names: list[str], arrays: tuple[Array, ...]) -> Any:
+        owner = self._owner
+        if owner is None:
+            return np.bool_(True)
         try:
             values = [(array,) for array in arrays]
-            self._recording.lanes.offer(tuple(names), values, array_of)
+            owner.recording.lanes.offer(tuple(names), values, array_of)
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._mishaps.handle(error, "capturing a step")
+            owner.mishaps.handle(error, "capturing a step")
         return np.bool_(True)
+
+
+def _common(one: Wants, other: Wants) -> Wants:
+    return Wants(*(mine & its for mine, its in zip(one, other, strict=True)))
 
 
 def _weakly(method: Callable[..., Any], names: list[str]) -> Callable[..., Any]:

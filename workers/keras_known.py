@@ -32,7 +32,7 @@ class Known:
         self.wants: dict[StepPlan, Wants] = {}
         self.functions: dict[tuple[str, Wants | None], tuple[Any, StepFunction]] = {}
         self.examined: dict[str, Any] = {}  # functions of Keras, or in their place
-        self.inlines: dict[str, tuple[Any, Inline]] = {}
+        self.inlines: dict[str, Inline] = {}
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # of a copy of the model nothing is known

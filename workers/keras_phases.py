@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 from smdist.identity import ModeKeys
 from smdist.planning import Planner
 from smdist.workers import horovod
-from smdist.workers.keras_inline import Inline
+from smdist.workers.keras_inline import Inline, Owner
 from smdist.workers.keras_phase import Phase, is_tuned, steps_per_execution
+from smdist.workers.keras_random import note_turn, turn_after
 from smdist.workers.keras_recording import Recording
 from smdist.workers.mishaps import Mishaps
 from smdist.workers.steps import StepClock
@@ -98,9 +99,6 @@ class Phases:
         attribute = f"{kind}_function"
         if _function(model, kind) is None:
             _make(model, kind)
-        if inline is not None:
-            inlines = self._recording.models.known(model).inlines
-            inlines[kind] = _function(model, kind), inline
         phase = Phase(
             self._recording,
             self._clock,
@@ -147,13 +145,15 @@ class Phases:
             self._mishaps.trouble(f"only losses and metrics of {model.name} are captured: {why}")
             return None
         inlines = self._recording.models.known(model).inlines
-        function, inline = inlines.get(kind, (None, None))
-        if inline is not None and function is _function(model, kind):
+        inline = inlines.get(kind)
+        if inline is not None and inline.function is _function(model, kind):
             inline.install()
             return inline
-        inline = Inline(self._recording, self._planner, self._mishaps, model, kind)
+        hook = Owner(self._recording, self._planner, self._mishaps, lambda: _make(model, kind))
+        inline = Inline(hook, model, kind)
         inline.install()
-        _make(model, kind)  # what was traced before does not tell
+        inlines[kind] = inline
+        _make(model, kind, inline)  # what was traced before does not tell
         return inline
 
     def _take_out(self, phase: Phase) -> None:
@@ -171,6 +171,9 @@ class Phases:
     def uninstall(self) -> None:
         for phase in tuple(self._phases):
             self._take_out(phase)
+        for known in self._recording.models:
+            for inline in known.inlines.values():
+                inline.let_go()
 
 
 def _standing(model: Any, kind: str) -> Iterator[Phase]:
@@ -187,12 +190,16 @@ def _function(model: Any, kind: str) -> Any:
     return found.original if isinstance(found, Phase) else found
 
 
-def _make(model: Any, kind: str) -> None:
+def _make(model: Any, kind: str, *coming: Inline) -> None:
     """Let Keras make its function anew, below whatever phases stand there."""
     attribute = f"{kind}_function"
-    phases = list(_standing(model, kind))
+    phases, turn = list(_standing(model, kind)), turn_after(_function(model, kind))
     setattr(model, attribute, None)
     getattr(model, f"make_{attribute}")()
+    note_turn(getattr(model, attribute), turn)
+    for inline in (*coming, *(phase.inline for phase in phases)):
+        if inline is not None:
+            inline.stands_in(getattr(model, attribute), turn)
     if phases:
         phases[-1].below = getattr(model, attribute)
         setattr(model, attribute, phases[0])

@@ -16,7 +16,9 @@ from smdist.workers.keras_functions import StepFunction
 from smdist.workers.keras_phase import one_by_one, steps_per_execution
 from smdist.workers.keras_taps import NOTHING, Wants, covers
 
-__all__ = ["OneFunction", "draws", "example", "turn_after"]
+__all__ = ["OneFunction", "draws", "example", "note_turn", "turn_after"]
+
+_TURN = "_smdist_turn"
 
 
 class OneFunction:
@@ -78,7 +80,13 @@ def turn_after(original: Any) -> int:
     """Of how many functions the next one would repeat the numbers."""
     if isinstance(original, OneFunction):
         return original.function.turn + 1
-    return int(_traced(original))
+    return getattr(original, _TURN, 0) + int(_traced(original))
+
+
+def note_turn(function: Any, turn: int) -> None:
+    """`function`, of Keras, is the one of that turn."""
+    if turn:
+        setattr(function, _TURN, turn)
 
 
 def _traced(function: Any, depth: int = 3) -> bool:

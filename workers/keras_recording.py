@@ -115,7 +115,7 @@ class Recording:
     def wants_results_only(self, model: Any) -> bool:
         """Can Keras run the coming step, which is due, by itself?"""
         try:
-            plan = self._planner.at(self._clock.mode, self._clock.mode_step + 1)
+            plan = self.coming_plan
             if not model.built:
                 return set(plan.due) <= _RESULTS
             names = self.names(model)
@@ -127,6 +127,11 @@ class Recording:
         except Exception as error:  # noqa: BLE001 (the policy decides)
             self._mishaps.handle(error, "looking at the model")
             return True
+
+    @property
+    def coming_plan(self) -> StepPlan:
+        """Of the coming step, which is due."""
+        return self._planner.at(self._clock.mode, self._clock.mode_step + 1)
 
     def build(self, model: Any, batch: Any) -> None:
         """Make the weights of a model that gets them with its first batch: they are those that its

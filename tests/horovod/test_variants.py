@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from smdist import create_trial, modes
 from smdist.trials import Trial
-from tests.horovod.rig import finish, horovodrun, job_marks, started
+from tests.horovod.rig import finish, horovodrun, job_marks, multi_worker, started
 from tests.horovod.values import value
 from tests.horovod.variants_job import CLIP, EPOCHS, MOMENTUM, RATE, STEPS
 
@@ -70,6 +71,21 @@ def test_fit(tmp_path: Path) -> None:
         assert "as its optimizer is given them" in said
         for step in range(FIT_STEPS):
             np.testing.assert_array_equal(*(trained(trial, GRADIENT, step, r) for r in RANKS))
+
+
+@pytest.mark.parametrize("launch", [horovodrun, multi_worker], ids=["horovod", "multi-worker"])
+def test_one_rank_comes_to_ask_for_more(launch: Any, tmp_path: Path) -> None:
+    """Its function is traced anew, that of the other is not, and they still meet in every step."""
+    with started(tmp_path) as job:
+        launch(job, JOB, "late", tmp_path)
+        finish(job)
+    kernels = [np.load(tmp_path / f"{rank}.npz")["kernel"] for rank in RANKS]
+    np.testing.assert_array_equal(*kernels)
+    for name in ("first", "second"):
+        with create_trial(tmp_path / name) as trial:
+            assert trial.workers() == ["worker_0"]
+            steps = trial.steps(mode=modes.TRAIN)
+            assert trial.tensor(GRADIENT).steps(mode=modes.TRAIN) == steps[len(steps) // 2 :]
 
 
 def trained(trial: Trial, name: str, step: int, rank: int) -> Any:

@@ -1,13 +1,15 @@
 """A rank under Horovod that trains in less usual ways, each with a hook and a run of its own.
 
-`variants_job.py torch|keras|fit FOLDER`: runs are FOLDER/<name>-<stage>, what the rank expects of their
+`variants_job.py torch|keras|fit|late FOLDER`: runs are FOLDER/<name>-<stage>, what the rank expects of their
 local gradients is FOLDER/<rank>.npz, by `<name>/<step>`; those of `fit` tell themselves.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -192,9 +194,52 @@ def fit_runs(folder: Path) -> dict[str, Any]:
     return {"rank": hvd.rank()}
 
 
+def late_runs(folder: Path) -> dict[str, Any]:
+    """One of two ranks comes to ask for more, and has another hook after that; under Horovod, or with
+    MultiWorkerMirroredStrategy."""
+    import tensorflow as tf
+
+    import smdist.tensorflow as smd
+
+    reducing: Callable[[Any], Any] = lambda optimizer: optimizer
+    if "TF_CONFIG" in os.environ:
+        strategy: Any = tf.distribute.MultiWorkerMirroredStrategy()
+        rank = strategy.cluster_resolver.task_id
+    else:
+        import horovod.tensorflow.keras as hvd
+
+        hvd.init()
+        strategy, rank = tf.distribute.get_strategy(), hvd.rank()
+        reducing = hvd.DistributedOptimizer
+    tf.keras.utils.set_random_seed(1)
+    x = np.random.default_rng(0).normal(size=(4 * BATCH, 4)).astype(np.float32)
+    batches = tf.data.Dataset.from_tensor_slices((x, x.sum(axis=1, keepdims=True))).batch(2 * BATCH)
+    with strategy.scope():
+        layers = tf.keras.layers
+        model = tf.keras.Sequential([
+            tf.keras.Input((4,)), layers.BatchNormalization(), layers.Dropout(0.3),
+            layers.Dense(1, name="top"),
+        ])  # fmt: skip
+        optimizer = reducing(tf.keras.optimizers.Adam(RATE))
+        model.compile(optimizer, loss="mse", metrics=["mae"], jit_compile=False)
+    for name in ("first", "second"):
+        hook = smd.KerasHook(
+            folder / name,
+            include_collections=["gradients"],
+            save_config=smd.SaveConfig(save_interval=1),
+        )
+        gradients = hook.get_collection("gradients")
+        gradients.save_config = smd.SaveConfig(end_step=0)
+        model.fit(batches, verbose=0, callbacks=[hook], validation_data=batches)
+        gradients.save_config = smd.SaveConfig(save_interval=1)
+        model.fit(batches, verbose=0, callbacks=[hook], validation_data=batches)
+        hook.close()
+    return {"rank": rank, "kernel": model.get_layer("top").kernel.numpy()}
+
+
 def main() -> None:
     folder = Path(sys.argv[2])
-    kinds = {"torch": torch_runs, "keras": keras_runs, "fit": fit_runs}
+    kinds = {"torch": torch_runs, "keras": keras_runs, "fit": fit_runs, "late": late_runs}
     expected = kinds[sys.argv[1]](folder)
     np.savez(folder / f"{expected.pop('rank')}.npz", **expected)
 

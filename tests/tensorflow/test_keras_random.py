@@ -16,6 +16,7 @@ from tests.tensorflow.keras_jobs import BATCH, KERAS_3, hooked, read, way
 
 TRAIN, EVAL = smd.modes.TRAIN, smd.modes.EVAL
 WAYS = ["eager", "compiled", "plain"] if KERAS_3 else ["eager", "compiled"]
+ALL_WAYS = [*WAYS, "inline"]
 INSIDE = ["weights", "gradients"]
 SAVES = {  # interval and first step
     "every step": (1, 0),
@@ -93,7 +94,7 @@ def assert_same(one: Course, other: Course) -> None:
 
 
 @pytest.mark.parametrize("save", list(SAVES))
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", ALL_WAYS)
 @pytest.mark.parametrize("kind", ["dropout", "seeded", "noise"])
 def test_training_is_what_it_is_without_a_hook(
     tmp_path: Path, kind: str, name: str, save: str
@@ -106,6 +107,7 @@ def test_training_is_what_it_is_without_a_hook(
         include_collections=INSIDE,
         save_config=smd.SaveConfig(save_interval=interval, start_step=first),
         on_error="raise",
+        **way(name)[1],
     ) as hook:
         found = train(make(kind, name), [hook])
     assert_same(plain, found)
@@ -131,19 +133,42 @@ def test_training_goes_on_when_the_hook_is_gone(tmp_path: Path, name: str) -> No
         assert gradient.steps(mode=TRAIN) == list(range(0, steps, 2))
 
 
+@pytest.mark.parametrize("name", ["plain", "inline"])
 @pytest.mark.parametrize("kind", ["dropout", "seeded", "noise"])
-def test_no_number_comes_twice_when_a_hook_comes_late(tmp_path: Path, kind: str) -> None:
+def test_no_number_comes_twice_when_a_hook_comes_late(tmp_path: Path, kind: str, name: str) -> None:
     """What is computed shows the numbers, as nothing else changes."""
     x, y = data(4)
-    model, losses = make(kind, "plain", rate=0.0), Losses()
+    model, losses, place = make(kind, name, rate=0.0), Losses(), way(name)[1]
     options = {"batch_size": BATCH, "epochs": 4, "verbose": 0}
     model.fit(x, y, callbacks=[losses], **options)
-    with hooked(tmp_path / "run", interval=2, include_collections=INSIDE) as hook:
+    with hooked(tmp_path / "run", interval=2, include_collections=INSIDE, **place) as hook:
         model.fit(x, y, callbacks=[hook, losses], **options)
-    with hooked(tmp_path / "more", interval=3, save_all=True) as hook:
+    with hooked(tmp_path / "more", interval=3, save_all=True, **place) as hook:
         model.fit(x, y, callbacks=[hook, losses], **options)
-    assert len(losses.found) == len(set(losses.found)) == 12
+    model.fit(x, y, callbacks=[losses], **options)
+    assert len(losses.found) == len(set(losses.found)) == 16
     assert read(tmp_path / "more").tensor("random/outputs").steps(mode=TRAIN) == [0, 3]
+
+
+def test_no_number_comes_twice_for_several_hooks_that_ask_for_more(tmp_path: Path) -> None:
+    x, y = data(4)
+    model, losses, place = make("noise", "inline", rate=0.0), Losses(), way("inline")[1]
+    options = {"batch_size": BATCH, "epochs": 3, "verbose": 0}
+    with (
+        hooked(tmp_path / "one", include_collections=INSIDE, **place) as one,
+        hooked(tmp_path / "two", include_collections=["weights", "more"], **place) as two,
+    ):
+        two.get_collection("more").include("nothing")
+        model.fit(x, y, callbacks=[one, two, losses], **options)
+        made = model.train_function
+        model.fit(x, y, callbacks=[one, two, losses], **options)
+        assert model.train_function is made
+        for hook, pattern in ((one, "random/outputs"), (two, "random/inputs")):
+            hook.get_collection("weights").include(pattern)
+            model.fit(x, y, callbacks=[one, two, losses], **options)
+    assert len(losses.found) == len(set(losses.found)) == 12
+    assert read(tmp_path / "one").tensor("random/outputs").steps(mode=TRAIN) == list(range(6, 12))
+    assert read(tmp_path / "two").tensor("random/inputs").steps(mode=TRAIN) == [9, 10, 11]
 
 
 def test_several_steps_in_an_execution(tmp_path: Path) -> None:

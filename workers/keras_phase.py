@@ -167,7 +167,8 @@ class Phase:
     def _from_inside(self, source: Any, steps: int) -> Any:
         """An execution of Keras' function in which something is due."""
         recording, inline = self.recording, self.inline
-        before = self._counted() if steps > 1 else None
+        several = steps > 1 or self._tuned
+        before = self._counted() if several else None
         if inline is not None:
             inline.arm()
         try:
@@ -182,7 +183,7 @@ class Phase:
         if inline is not None:
             inline.missed()
         with recording.without_variables():  # which are no longer what they were
-            count = self._since(before, source, steps) if steps > 1 else 1
+            count = self._since(before, source, steps) if several else 1
             recording.passed_at_once(count, self.kind, result)
         return result
 

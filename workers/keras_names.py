@@ -99,7 +99,22 @@ class Names:
             if isinstance(child, kinds[0]) and not isinstance(child, kinds[1])
         ]
 
-    # -- its optimizer ------------------------------------------------------------------------
+    # -- its optimizers -----------------------------------------------------------------------
+
+    def variables_of(self, optimizers: Iterable[Any]) -> list[NamedVariable]:
+        """What they keep, but for those that train other models; of a second one numbered where the
+        name is taken."""
+        taken: set[str] = set()
+        return [
+            named._replace(name=unique(named.name, taken))
+            for optimizer in optimizers
+            if self._concerns(optimizer)
+            for named in self.optimizer_variables(optimizer)
+        ]
+
+    def _concerns(self, optimizer: Any) -> bool:
+        trained = self._trained_by(getattr(optimizer, "inner_optimizer", None) or optimizer)
+        return not trained or any(self.path_of(variable) is not None for variable in trained)
 
     def optimizer_variables(self, optimizer: Any) -> list[NamedVariable]:
         inner = getattr(optimizer, "inner_optimizer", None)
@@ -127,7 +142,7 @@ class Names:
                     with suppress(KeyError):
                         yield named.path, slot, optimizer.get_slot(named.variable, slot)
             return
-        trained = getattr(optimizer, "_trainable_variables", None) or self.model.trainable_variables
+        trained = self._trained_by(optimizer) or self.model.trainable_variables
         for attribute, value in vars(optimizer).items():
             if attribute in _NOT_SLOTS or not isinstance(value, (list, tuple)):
                 continue
@@ -137,6 +152,17 @@ class Names:
                 path = self.path_of(owner)
                 if path is not None and is_variable(variable) and variable is not owner:
                     yield path, attribute.strip("_"), variable
+
+    def _trained_by(self, optimizer: Any) -> list[Any]:
+        """In the order of its slots; nothing before its first update. It may be a part of the model."""
+        trained = getattr(optimizer, "_trainable_variables", None)
+        if trained:
+            return list(trained)
+        places = getattr(optimizer, "_index_dict", None) or {}  # all that one of Keras 2 tells
+        keys = (
+            {optimizer._var_key(v.variable): v.variable for v in self.variables} if places else {}
+        )
+        return [keys.get(key) for key in sorted(places, key=places.__getitem__)]
 
 
 class LooseNames:

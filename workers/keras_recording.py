@@ -172,10 +172,9 @@ class Recording:
         return [*names.variables, *self.optimizer_variables(names, kind)]
 
     def optimizer_variables(self, names: Names, kind: str) -> list[NamedVariable]:
-        if kind != "train":
-            return []
-        optimizer = getattr(names.model, "optimizer", None)
-        return [] if optimizer is None else names.optimizer_variables(optimizer)
+        return (
+            names.variables_of(_optimizers(names.model, self.optimizers)) if kind == "train" else []
+        )
 
     # -- the inside of a step -----------------------------------------------------------------
 
@@ -307,9 +306,7 @@ class Recording:
         return None
 
     def optimizers_of(self, model: Any) -> list[Any]:
-        own = getattr(model, "optimizer", None)
-        found = [own, *self.optimizers, *(o for one in self._beside for o in one.optimizers)]
-        return list({id(o): o for o in found if o is not None}.values())
+        return _optimizers(model, (o for one in (self, *self._beside) for o in one.optimizers))
 
     @property
     def traces(self) -> int:
@@ -383,6 +380,12 @@ class Recording:
         self.optimizers.clear()
         self._beside = ()
         self._model = self._registered = None
+
+
+def _optimizers(model: Any, wrapped: Iterable[Any]) -> list[Any]:
+    """The model's own comes first: it keeps its names, whatever is wrapped besides."""
+    found = [getattr(model, "optimizer", None), *wrapped]
+    return list({id(o): o for o in found if o is not None}.values())
 
 
 def _inputs(batch: Any) -> Any:

@@ -127,6 +127,7 @@ class Taps:
     def __init__(self, names: Names, wants: Wants, mishaps: Mishaps) -> None:
         self._names, self._wants, self._mishaps = names, wants, mishaps
         self._seeing = threading.local()  # replicas are traced on threads of their own
+        self._applied = False  # was any gradient, by an optimizer that is looked at?
 
     # -- on the instances ---------------------------------------------------------------------
 
@@ -261,7 +262,21 @@ class Taps:
                 "and cannot be seen"
             )
         self._seeing.hidden = self._seeing.graph = None
+        self._check_applied()
         return found
+
+    def _check_applied(self) -> None:
+        if self._applied or not (self._wants.gradients or self._wants.synced):
+            return
+        model = self._names.model
+        try:
+            if model.trainable_variables:
+                self._mishaps.trouble(
+                    f"in a step of {model.name} no gradient was seen: give the optimizers that its "
+                    "train_step applies to hook.wrap_optimizer(...)"
+                )
+        except Exception as error:  # noqa: BLE001 (the policy decides)
+            self._mishaps.handle(error, "looking for gradients")
 
     def _storable(self, name: str, tensor: Any) -> bool:
         try:
@@ -325,6 +340,7 @@ class Taps:
         seen = getattr(self._seeing, "tensors", None)
         if seen is None:
             return
+        self._applied = True
         try:
             with tf.name_scope(_SCOPE):
                 factor = scale()

@@ -95,3 +95,75 @@ def test_gradients_are_not_scaled(tmp_path: Path) -> None:
     for name, key in GRADIENTS.items():
         for number, step in enumerate(training(x, y)[0]):
             close(trial.tensor(name).value(number, mode=TRAIN), step.gradients[key])
+
+
+class Parts(tf.keras.Model):  # type: ignore[misc]
+    """Its optimizers are its own, one for each layer; the one that Keras knows of trains nothing."""
+
+    def __init__(self, *optimizers: Any) -> None:
+        super().__init__(name="parts")
+        self.hidden = tf.keras.layers.Dense(5, name="hidden")
+        self.top = tf.keras.layers.Dense(2, name="top")
+        self.mine = optimizers
+        self(np.zeros((1, 3), np.float32))
+
+    def call(self, x: Any) -> Any:
+        return self.top(self.hidden(x))
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        parts = [self.hidden.trainable_variables, self.top.trainable_variables]
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x) - y) ** 2)
+        gradients = tape.gradient(loss, parts)
+        for optimizer, grads, variables in zip(self.mine, gradients, parts, strict=False):
+            optimizer.apply_gradients(zip(grads, variables, strict=True))
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("name", ["eager", "compiled", "inline"])
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_optimizers_that_keras_does_not_know(tmp_path: Path, name: str, wrapped: bool) -> None:
+    x, y = data()
+    options, place = way(name)
+    adams = [tf.keras.optimizers.Adam(rate) for rate in (0.25, 0.5)]
+    elsewhere = tf.keras.optimizers.Adam()
+    other = tf.Variable([1.0])
+    elsewhere.apply_gradients([(tf.constant([1.0]), other)])
+    model = Parts(*adams)
+    model.compile(run_eagerly=options.pop("eager", False), **options)
+    wanted = ["gradients", "optimizer_variables"]
+    with hooked(tmp_path / "run", include_collections=wanted, **place) as hook:
+        for optimizer in (elsewhere, *adams) if wrapped else ():
+            hook.wrap_optimizer(optimizer)
+        model.fit(x, y, callbacks=[hook], **FIT)
+    trial = read(tmp_path / "run")
+    said = [message for messages in trial.troubles().values() for message in messages]
+    names = set(trial.tensor_names())
+    assert {"optimizer/iterations", "optimizer/learning_rate"} <= names
+    if not wrapped:
+        assert not [n for n in names if n.startswith("gradients/")]
+        assert len(said) == 1
+        assert "give the optimizers that its train_step applies to hook.wrap_optimizer" in said[0]
+        return
+    assert not said
+    assert trial.tensor("optimizer/iterations").value(4, mode=TRAIN) == 0
+    for number, rate in ((1, 0.25), (2, 0.5)):
+        assert trial.tensor(f"optimizer/iterations_{number}").value(4, mode=TRAIN) == 4
+        close(trial.tensor(f"optimizer/learning_rate_{number}").value(4, mode=TRAIN), rate)
+    assert "optimizer/iterations_3" not in names
+    for path in ("hidden/kernel", "hidden/bias", "top/kernel", "top/bias"):
+        gradient = trial.tensor(f"gradients/{path}Grad").values(mode=TRAIN)
+        kept = trial.tensor(f"optimizer/{path}/momentums").values(mode=TRAIN)
+        for step in range(1, 4):
+            close(kept[step + 1], 0.9 * kept[step] + 0.1 * gradient[step])
+
+
+def test_nothing_is_missed_of_a_model_that_is_frozen(tmp_path: Path) -> None:
+    x, y = data()
+    model = Parts()
+    model.trainable = False
+    model.compile()
+    with hooked(tmp_path / "run", include_collections=["gradients"]) as hook:
+        model.fit(x, y, callbacks=[hook], **FIT)
+    assert not read(tmp_path / "run").troubles()

@@ -17,9 +17,15 @@ from smdist.errors import SmdistError
 from smdist.trials import Trial
 
 
+def brief(text: str, most: int = 120) -> str:
+    """The error that ended a rank may be a page long."""
+    line = text.strip().partition("\n")[0]
+    return line if len(line) <= most else f"{line[:most]} ..."
+
+
 def print_ranks(trial: Trial) -> None:
     for rank, report in trial.ranks().items():
-        reason = f" ({report.reason})" if report.reason else ""
+        reason = f" ({brief(report.reason)})" if report.reason else ""
         print(f"  worker_{rank}: {report.status}, last step {report.step}{reason}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -124,6 +125,12 @@ def test_from_json(tmp_path: Path) -> None:
         names = trial.tensor_names(collection="activations")
         assert {"0_output_0", "1_output_0", "2_output_0", "Sequential_output_0"} <= set(names)
         assert trial.tensor("1_output_0").value(8, modes.TRAIN).shape == (4, 8)
+
+
+def test_why_a_rank_ended_is_one_line() -> None:
+    brief = runpy.run_path(str(EXAMPLES / "read_a_run.py"))["brief"]
+    assert brief("ValueError: no\n\nDetected at node x\n") == "ValueError: no"
+    assert brief("a" * 1000) == "a" * 120 + " ..."
 
 
 def test_read_a_run(tmp_path: Path) -> None:

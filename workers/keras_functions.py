@@ -18,13 +18,20 @@ import tensorflow as tf
 from smdist.workers.keras_taps import Taps
 from smdist.workers.tf_host import unconverted
 
-__all__ = ["StepFunction", "build_by_tracing", "is_keras_3", "sow"]
+__all__ = ["StepFunction", "build_by_tracing", "is_keras_3", "only_says_built", "sow"]
 
 _COUNTERS = {"train": "_train_counter", "test": "_test_counter", "predict": "_predict_counter"}
 
 
 def is_keras_3(model: Any) -> bool:
     return hasattr(model, "stateless_call")
+
+
+def only_says_built(model: Any) -> bool:
+    """`build()` of Keras 3 marks a model as built, whose layers get their variables when it is called."""
+    if not model.built or getattr(model, "_called", True):
+        return False
+    return not all(layer.built for layer in model._flatten_layers())
 
 
 class StepFunction:

@@ -152,7 +152,8 @@ class Inline:
             return None, [], None
         try:
             recording = owner.recording
-            names = recording.names(self._model)
+            # The last trace, of the same step, may have made variables.
+            names = recording.names(self._model, anew=True)
             wants = recording.wants_anywhere(names, self._kind)
             optimizers = recording.optimizers_of(self._model)
             begun = self._ask(owner, names, data)

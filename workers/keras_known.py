@@ -29,6 +29,7 @@ class Known:
 
     def __init__(self) -> None:
         self.names: Names | None = None
+        self.completed = False  # was it made to have the variables that it says it has?
         self.wants: dict[StepPlan, Wants] = {}
         self.functions: dict[tuple[str, Wants | None], tuple[Any, StepFunction]] = {}
         self.examined: dict[str, Any] = {}  # functions of Keras, or in their place

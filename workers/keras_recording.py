@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from smdist.collection import CollectionKeys
 from smdist.config import CollectionManager
 from smdist.identity import ModeKeys
 from smdist.planning import Planner, StepPlan
-from smdist.workers.keras_functions import StepFunction, build_by_tracing
+from smdist.workers.keras_functions import StepFunction, build_by_tracing, only_says_built
 from smdist.workers.keras_known import Models
 from smdist.workers.keras_lanes import Lanes
 from smdist.workers.keras_names import NamedVariable, Names
@@ -137,6 +137,7 @@ class Recording:
         """Make the weights of a model that gets them with its first batch: they are those that its
         first step starts with."""
         if model.built:
+            self._complete(model, batch)
             return
         try:
             inputs = _inputs(batch)
@@ -146,6 +147,17 @@ class Recording:
                 _run_once(model, inputs)
         except Exception as error:  # noqa: BLE001 (the step itself will tell)
             self._mishaps.trouble(f"the weights of {model.name} before its first step: {error}")
+
+    def _complete(self, model: Any, like: Any) -> None:
+        """The same for one that is only marked as built. It may as well be one that is never called,
+        whose layers are: then they get their variables in its first step."""
+        known = self.models.known(model)
+        if known.completed:
+            return
+        known.completed = True
+        with suppress(Exception):
+            if not set(self._planner.active()) <= _RESULTS and only_says_built(model):
+                build_by_tracing(model, _inputs(like))
 
     @contextmanager
     def without_variables(self) -> Iterator[None]:
@@ -265,6 +277,8 @@ class Recording:
             if set(self._planner.active()) <= _RESULTS:
                 return
             build_by_tracing(model, _inputs(like))
+        else:
+            self._complete(model, like)
         found = [one._may_want(model, kind) for one in (self, *others)]
         wanted = [wants for wants in found if wants is not None]
         if not wanted:
@@ -337,11 +351,11 @@ class Recording:
 
     # -- names --------------------------------------------------------------------------------
 
-    def names(self, model: Any) -> Names:
+    def names(self, model: Any, *, anew: bool = False) -> Names:
         known, now = self.models.known(model), self._clock.step
         names = known.names
         # To go through a model takes as long as a small step: once in a step is enough.
-        if names is None or (names.looked_at != now and not names.current):
+        if names is None or ((anew or names.looked_at != now) and not names.current):
             names = known.names = Names(model)
             known.wants.clear()
             known.functions.clear()

@@ -162,3 +162,33 @@ def test_a_registered_model_stays(tmp_path: Path) -> None:
         if "kernel" in name:
             for step in (2, 5):
                 close(trial.tensor(name).value(step, mode=TRAIN), initial()[key])
+
+
+class Marked(tf.keras.Model):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__(name="marked")
+        self.top = tf.keras.layers.Dense(2, name="top")
+        self.unused = tf.keras.layers.Dense(2, name="unused")
+
+    def call(self, x: Any) -> Any:
+        return self.top(x)
+
+
+@ways
+@pytest.mark.filterwarnings("ignore:`build")
+def test_a_model_that_is_only_marked_as_built(tmp_path: Path, name: str) -> None:
+    """Keras 3: `build` knows nothing of what `call` does."""
+    x, y = data()
+    options, place = way(name)
+    model = Marked()
+    model.build((None, 3))
+    compiled(model, options)
+    with hooked(tmp_path / "run", include_collections=["weights", "gradients"], **place) as hook:
+        model.fit(x, y, batch_size=BATCH, verbose=0, shuffle=False, callbacks=[hook])
+    trial = read(tmp_path / "run")
+    kernel = trial.tensor("top/weights/top/kernel:0").values(mode=TRAIN)
+    gradient = trial.tensor("gradients/top/kernelGrad").values(mode=TRAIN)
+    assert list(kernel) == list(gradient) == list(range(5))
+    for step in range(4):
+        close(kernel[step + 1], kernel[step] - RATE * gradient[step])
+    assert not trial.troubles()

@@ -14,14 +14,17 @@ Save = Callable[[Any, Any, Any], None]  # of a target, variables and their gradi
 
 
 def watch(tape: Any, before: Callable[[], None], save: Save, *, synced: bool) -> None:
-    """Around each `tape.gradient(...)` call `before` and `save`. `synced`: gradients are wanted as
-    they are after a reduction, if there is one."""
-    if horovod.reducer_of(tape) is not None:
+    """Around each `tape.gradient(...)` of the script call `before` and `save`. `synced`: gradients
+    are wanted as they are after a reduction, if there is one."""
+    if horovod.reducer_of(tape) is not None:  # such a tape has no Jacobians
         vars(tape)["gradient"] = unconverted(_around_reduction(tape, before, save, synced))
         return
     kind = type(tape)
+    within: list[Any] = []  # methods that call `gradient` for each row of what they compute
 
     def gradient(own: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        if within:
+            return kind.gradient(own, target, sources, *args, **kwargs)
         before()
         result = kind.gradient(own, target, sources, *args, **kwargs)
         if synced and horovod.reducer_of(own) is not None:
@@ -30,8 +33,28 @@ def watch(tape: Any, before: Callable[[], None], save: Save, *, synced: bool) ->
             save(target, sources, result)
         return result
 
+    methods = {"gradient": unconverted(gradient)}
+    for name in ("jacobian", "batch_jacobian"):
+        if hasattr(kind, name):
+            methods[name] = unconverted(_by_rows(getattr(kind, name), before, within))
     # Horovod makes another tape, of a class of its own that is derived from this one's.
-    tape.__class__ = type(kind.__name__, (kind,), {"gradient": unconverted(gradient)})
+    tape.__class__ = type(kind.__name__, (kind,), methods)
+
+
+def _by_rows(original: Any, before: Callable[[], None], within: list[Any]) -> Any:
+    """`original`, whose own calls of `gradient` are no losses of the script, and may be those of a
+    loop that is traced."""
+
+    def jacobian(*args: Any, **kwargs: Any) -> Any:
+        if not within:
+            before()
+        within.append(original)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            within.pop()
+
+    return jacobian
 
 
 def _around_reduction(tape: Any, before: Callable[[], None], save: Save, synced: bool) -> Any:

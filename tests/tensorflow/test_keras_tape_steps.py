@@ -209,6 +209,40 @@ def test_several_gradients_of_one_tape(tmp_path: Path, traced: bool) -> None:
 
 
 @KINDS
+@pytest.mark.parametrize("vectorized", [True, False], ids=["pfor", "loop"])
+def test_a_jacobian_is_not_a_gradient(tmp_path: Path, traced: bool, vectorized: bool) -> None:
+    """It calls `tape.gradient` for each of its rows."""
+    x, y = data(BATCH)
+    model, rows = make_model(compiled=False), tf.constant(x)
+
+    def step() -> Any:
+        with hook.wrap_tape(tf.GradientTape(persistent=True)) as tape:
+            tape.watch(rows)
+            out = model(rows, training=True)
+            loss = tf.reduce_mean((out - y) ** 2)
+        whole = tape.jacobian(out, model.trainable_variables, experimental_use_pfor=vectorized)
+        batch = tape.batch_jacobian(out, rows, experimental_use_pfor=vectorized)
+        tape.gradient(loss, model.trainable_variables)
+        return whole[-1], batch
+
+    with hooked(tmp_path / "run", include_collections=["gradients", "layers"]) as hook:
+        if not traced:
+            hook.register_model(model)
+        whole, batch = (tf.function(step) if traced else step)()
+        assert hook.mode_steps[TRAIN] == 0
+    np.testing.assert_array_equal(whole, np.broadcast_to(np.eye(2), (BATCH, 2, 2)))
+    assert batch.shape == (BATCH, 2, 3)
+    trial, expected = read(tmp_path / "run"), training(x, y)[0][0]
+    close(trial.tensor("loss").value(0, mode=TRAIN), expected.loss)
+    for name, key in GRADIENTS.items():
+        close(trial.tensor(name).value(0, mode=TRAIN), expected.gradients[key])
+    layers = set() if traced else {"hidden/outputs", "top/outputs"}
+    assert layers <= set(trial.tensor_names())
+    assert not [name for name in trial.tensor_names() if name.endswith("_1")]
+    assert not trial.troubles()
+
+
+@KINDS
 def test_tapes_one_after_the_other_with_steps_by_hand(tmp_path: Path, traced: bool) -> None:
     one, other = tf.Variable(2.0, name="one"), tf.Variable(3.0, name="other")
     with hooked(tmp_path / "run", include_collections=["gradients"]) as hook:

@@ -58,7 +58,8 @@ _COMPILED = (
 class _Found(NamedTuple):
     """What a call of `gradient` shows, by name."""
 
-    computed: dict[str, Any]  # loss and gradients: tensors, another one with every call
+    # Losses and gradients: tensors, others with every call. All losses have one name here.
+    computed: list[tuple[str, Any]]
     variables: dict[str, Any]
 
 
@@ -169,20 +170,19 @@ class Tapes:
             )
             if is_variable(variable)
         ]
-        computed: dict[str, Any] = {}
+        losses = [(_LOSS, loss) for loss in tf.nest.flatten(target) if _is_loss(loss)]
+        found: dict[str, Any] = {}
         variables: dict[str, Any] = {}
-        losses = tf.nest.flatten(target)
-        if len(losses) == 1 and tf.is_tensor(losses[0]):
-            computed[_LOSS] = losses[0]
         paths = self._paths([variable for variable, _ in pairs], loose)
         for (variable, gradient), path in zip(pairs, paths, strict=True):
             if gradient is not None:
-                computed[gradient_name(path)] = gradient
+                found[gradient_name(path)] = gradient
             variables[weight_name(path)] = variable
         registered = self._recording.registered_names()
         if registered is not None:
             # Of a model that got them in this step. What is not trained may have changed since.
             variables.update((n.name, n.variable) for n in registered.variables if _trained(n))
+        computed = [*losses, *found.items()]
         return _Found(computed, {n: v for n, v in variables.items() if n not in known})
 
     def _paths(self, variables: list[Any], loose: LooseNames) -> list[str]:
@@ -259,7 +259,7 @@ class Tapes:
         try:
             if self._recorder.recording:
                 found = self._found(target, sources, gradients, self._loose, self._taken)
-                self._offer(found.computed, found.computed.values())
+                self._offer([n for n, _ in found.computed], [v for _, v in found.computed])
                 self._offer_variables(found.variables, found.variables.values())
                 self._recording.close()
         except Exception as error:  # noqa: BLE001 (the policy decides)
@@ -302,10 +302,10 @@ class Tapes:
         return save
 
     def _tell(self, step: _Traced, found: _Found) -> None:
-        computed, variables = list(found.computed), list(found.variables)
+        computed, variables = [name for name, _ in found.computed], list(found.variables)
         tell_when(
             step.due,
-            lambda: _readings([*found.computed.values(), *found.variables.values()]),
+            lambda: _readings([*(v for _, v in found.computed), *found.variables.values()]),
             lambda *arrays: self._save_traced(computed, variables, arrays),
         )
 
@@ -330,6 +330,11 @@ class Tapes:
 
 def _any_open(tapes: _Tapes) -> bool:
     return any(getattr(reference(), "_recording", False) for reference in tapes)
+
+
+def _is_loss(target: Any) -> bool:
+    """Not: one that is sparse or ragged."""
+    return isinstance(target, tf.Tensor) or is_variable(target)
 
 
 def _trained(named: NamedVariable) -> bool:

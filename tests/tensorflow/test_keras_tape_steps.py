@@ -209,6 +209,34 @@ def test_several_gradients_of_one_tape(tmp_path: Path, traced: bool) -> None:
 
 
 @KINDS
+def test_several_losses_of_one_gradient(tmp_path: Path, traced: bool) -> None:
+    one, other = tf.Variable(2.0, name="one"), tf.Variable(3.0, name="other")
+    with hooked(tmp_path / "run", include_collections=["gradients"]) as hook:
+
+        def step() -> None:
+            with hook.wrap_tape(tf.GradientTape(persistent=True)) as tape:
+                square, cube = one * one, other * other * other
+                both = square + cube
+            tape.gradient({"b": square, "a": cube}, [one, other])
+            tape.gradient([square, both], [one])
+
+        run = tf.function(step) if traced else step
+        run()
+        run()
+    trial = read(tmp_path / "run")
+    losses = {"loss": 27.0, "loss_1": 4.0, "loss_2": 4.0, "loss_3": 31.0}
+    gradients = {
+        "gradients/oneGrad": 4.0,
+        "gradients/oneGrad_1": 8.0,
+        "gradients/otherGrad": 27.0,
+    }
+    assert set(trial.tensor_names(collection="losses")) == set(losses)
+    assert set(trial.tensor_names()) == {*losses, *gradients}
+    for name, value in (losses | gradients).items():
+        assert trial.tensor(name).values(mode=TRAIN) == {0: value, 1: value}
+
+
+@KINDS
 @pytest.mark.parametrize("vectorized", [True, False], ids=["pfor", "loop"])
 def test_a_jacobian_is_not_a_gradient(tmp_path: Path, traced: bool, vectorized: bool) -> None:
     """It calls `tape.gradient` for each of its rows."""

@@ -7,6 +7,8 @@ the capture.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -38,6 +40,7 @@ class BaseHook(HookParts[T]):
     """See the framework's own class for construction and registering."""
 
     _postponed: tuple[str, float | None] | None = None
+    _closed_in = 0  # the process whose script closed it, until it is told what that means
 
     def _set_up(
         self,
@@ -224,6 +227,7 @@ class BaseHook(HookParts[T]):
         self, name: str, value: object, collections: Iterable[str], *, scalar: bool = False
     ) -> None:
         if not self._active or not self._outlet.probe():
+            self._tell_if_closed()
             return
         if self._outlet.interrupted:
             self._log.warning("%s is not saved: a signal handler interrupted another save", name)
@@ -281,6 +285,7 @@ class BaseHook(HookParts[T]):
             self._end(reason)
         except Exception as error:  # noqa: BLE001 (nobody is left to hear it)
             self._log.warning("closing the hook at exit: %r", error)
+        self._closed_in = 0  # not by the script
 
     def after_fork(self) -> None:
         """In a child of this process: everything here is the parent's."""
@@ -301,6 +306,8 @@ class BaseHook(HookParts[T]):
             timeout = patience if timeout is None else timeout
         left = ""
         try:
+            if self._outlet.probe():
+                self._closed_in = os.getpid()
             self._values.release_all()
             if not reason:
                 self._ends()
@@ -311,6 +318,14 @@ class BaseHook(HookParts[T]):
             left = self._let_go(reason, self._close_timeout_s if timeout is None else timeout)
         if left:
             self._mishaps.left(DrainTimeout(left))
+
+    def _tell_if_closed(self) -> None:
+        """Once: a script goes on with a hook that it has closed. In a fork it is the parent's."""
+        if self._closed_in == os.getpid() and not sys.is_finalizing():
+            self._closed_in = 0
+            self._log.warning(
+                "the hook of %s is closed: nothing more is captured by it", self.out_dir
+            )
 
     def _let_go(self, reason: str, timeout_s: float) -> str:
         try:

@@ -30,7 +30,7 @@ from smdist.workers.keras_tape import Tapes
 from smdist.workers.outlet import Outlet
 from smdist.workers.recorder import Recorder
 from smdist.workers.tf_base import TensorflowHook
-from smdist.workers.tf_host import array_of, reading
+from smdist.workers.tf_host import array_of, reading, unconverted
 from smdist.workers.whereabouts import Whereabouts
 
 __all__ = ["KerasHook"]
@@ -68,6 +68,7 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
+        self._tell_if_closed()  # here: `fit` that goes on after the end begins to validate, too
         # Keras 2 holds on to its function for `evaluate` before it says that it begins.
         if not is_keras_3(model) and getattr(model, "_is_compiled", False):
             self._begin_phase("test", early=True)
@@ -154,6 +155,7 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
         if self._active:
             self._recording.register(model)
 
+    @unconverted
     def wrap_tape(self, tape: Any) -> Any:
         """Begin a step, and capture the gradients that `tape` computes; returns it.
 
@@ -161,7 +163,10 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
         """
         if not hasattr(tape, "gradient"):
             raise ConfigurationError(f"wrap_tape takes a GradientTape, not {tape!r}")
-        return self._tapes.wrap(tape) if self._active else tape
+        if not self._active:
+            self._tell_if_closed()
+            return tape
+        return self._tapes.wrap(tape)
 
     # -- replicas -----------------------------------------------------------------------------
 

@@ -120,6 +120,7 @@ class TensorflowHook(BaseHook[Array]):
         Names that speak of a loss are among the losses.
         """
         if not self._active:
+            self._tell_if_closed()
             return
         if _in_function():
             self._hand_over(tensor_name, tensor_value, lambda v: self._record(tensor_name, v))

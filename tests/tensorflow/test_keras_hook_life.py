@@ -234,8 +234,13 @@ def test_only_instances_are_touched_and_only_during_a_step(tmp_path: Path) -> No
     assert [set(vars(t)) & names for t in targets] == [b & names for b in before]
 
 
+def told_closed(caplog: pytest.LogCaptureFixture) -> list[str]:
+    messages = [record.getMessage() for record in caplog.records]
+    return [message for message in messages if "is closed: nothing more" in message]
+
+
 def test_a_hook_that_is_closed_or_switched_off_does_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     x, y = data(8)
     model = make_model()
@@ -243,12 +248,64 @@ def test_a_hook_that_is_closed_or_switched_off_does_nothing(
     model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[hook])
     hook.close()
     hook.close()
+    assert not told_closed(caplog)
     model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[hook])
-    assert read(tmp_path / "run").steps(mode=TRAIN) == [0, 1]
+    hook.save_scalar("late", 1.0)
+    run = tmp_path / "run"
+    assert told_closed(caplog) == [f"the hook of {run} is closed: nothing more is captured by it"]
+    assert read(run).steps(mode=TRAIN) == [0, 1]
+    caplog.clear()
     monkeypatch.setenv("USE_SMDIST", "0")
     with hooked(tmp_path / "off", save_all=True) as off:
         model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[off])
+    off.save_scalar("late", 1.0)
     assert not (tmp_path / "off").exists()
+    assert not told_closed(caplog)
+
+
+@pytest.mark.parametrize("use", ["tape", "traced", "tensor", "output", "evaluate"])
+def test_what_a_closed_hook_is_used_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, use: str
+) -> None:
+    x, y = data(8)
+    with hooked(tmp_path / "run") as hook:
+        hook.save_scalar("mine", 1.0)
+
+    def tape() -> Any:
+        with hook.wrap_tape(tf.GradientTape()) as tape:
+            loss = variable * variable
+        return tape.gradient(loss, variable)
+
+    variable = tf.Variable(3.0)
+    if use in ("tape", "traced"):
+        assert (tape if use == "tape" else tf.function(tape))() == 6.0
+    elif use == "evaluate":
+        make_model().evaluate(x, y, verbose=0, callbacks=[hook])
+    elif use == "tensor":
+        hook.save_tensor("late", x)
+    else:
+        hook.record_tensor_value("late", x)
+    assert len(told_closed(caplog)) == 1
+
+
+def test_a_rank_that_saves_nothing_is_not_told_that_its_hook_is_closed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hook = hooked(tmp_path / "run", rank=1, world_size=2)
+    hook.close()
+    hook.save_scalar("late", 1.0)
+    assert not told_closed(caplog)
+
+
+def test_a_hook_that_the_end_of_the_process_closes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hook = hooked(tmp_path / "run")
+    hook.save_scalar("mine", 1.0)
+    hook.at_exit("")
+    hook.save_scalar("late", 1.0)
+    assert not told_closed(caplog)
+    assert read(tmp_path / "run").tensor_names() == ["scalar/mine"]
 
 
 @pytest.mark.parametrize("kind", ["evaluator", "ps"])
@@ -270,7 +327,7 @@ def test_a_task_that_trains_nothing_saves_nothing(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_hook_that_closes_within_fit(tmp_path: Path) -> None:
+def test_a_hook_that_closes_within_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     x, y = data()
     model = make_model()
     hook = hooked(tmp_path / "run", include_collections=INSIDE)
@@ -280,7 +337,9 @@ def test_a_hook_that_closes_within_fit(tmp_path: Path) -> None:
             if batch == 2:
                 hook.close()
 
-    model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[hook, Closing()])
+    given = {"shuffle": False, "verbose": 0, "validation_data": (x, y)}
+    model.fit(x, y, batch_size=BATCH, callbacks=[hook, Closing()], **given)
+    assert not told_closed(caplog)
     assert read(tmp_path / "run").steps(mode=TRAIN) == [0, 1, 2]
     close(model.get_weights()[0], training(x, y)[0][-1].updated["w1"])
 

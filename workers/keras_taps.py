@@ -21,7 +21,7 @@ from smdist.planning import Planner
 from smdist.workers import horovod
 from smdist.workers.keras_names import Names, gradient_name
 from smdist.workers.mishaps import Mishaps
-from smdist.workers.tf_host import flat_tensors, unconverted
+from smdist.workers.tf_host import flat_tensors, forms_beside, unconverted
 
 __all__ = [
     "NOTHING",
@@ -297,6 +297,9 @@ class Taps:
             return
         try:
             tensors = flat_tensors(value)
+            for form in forms_beside(value):
+                what = f"a part of {base}" if tensors else base
+                self._mishaps.trouble(f"{what} is left out: it is {form}")
             if not self._in_sight(base, tensors):
                 return
             known = None if again else seen.get(base)

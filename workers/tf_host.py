@@ -20,6 +20,7 @@ __all__ = [
     "Array",
     "array_of",
     "flat_tensors",
+    "forms_beside",
     "is_variable",
     "reading",
     "tf_variable",
@@ -65,6 +66,13 @@ def flat_tensors(structure: Any) -> list[Any]:
     """Every dense tensor in a nest, in its order."""
     kinds = (tf.Tensor, tf.IndexedSlices)
     return [leaf for leaf in tf.nest.flatten(structure) if isinstance(leaf, kinds)]
+
+
+def forms_beside(structure: Any) -> list[str]:
+    """Which tensors in a nest are not dense, in its order."""
+    forms = {tf.SparseTensor: "sparse", tf.RaggedTensor: "ragged"}
+    leaves = tf.nest.flatten(structure)
+    return [form for leaf in leaves for kind, form in forms.items() if isinstance(leaf, kind)]
 
 
 def _copy(value: Array) -> Array:

@@ -65,6 +65,49 @@ def test_strings(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) ->
     assert all(record.exc_info is None for record in caplog.records)
 
 
+def of_form(form: str) -> Any:
+    """What four samples are given as, and what makes it numbers of a row each."""
+    if form == "sparse":
+        return tf.sparse.from_dense(np.eye(4, 3, dtype=np.float32)), tf.sparse.to_dense
+    ragged = tf.ragged.constant([[1.0], [2.0, 3.0], [], [4.0]])
+    return ragged, lambda given: given.to_tensor(shape=(None, 3))
+
+
+@pytest.mark.parametrize("form", ["sparse", "ragged"])
+@pytest.mark.parametrize("name", WAYS)
+def test_tensors_that_are_not_dense(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, form: str
+) -> None:
+    given, to_dense = of_form(form)
+
+    class Net(tf.keras.Model):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.top = tf.keras.layers.Dense(2, name="top")
+            self.top.build((None, 3))
+            self.built = True
+
+        def call(self, inputs: Any) -> Any:
+            return self.top(tf.ensure_shape(to_dense(inputs), (None, 3)))
+
+    model, (options, place) = Net(), way(name)
+    model.compile(optimizer="sgd", loss="mse", run_eagerly=options.pop("eager", False), **options)
+    batches = tf.data.Dataset.from_tensors((given, np.ones((4, 2), np.float32))).repeat(2)
+    with (
+        caplog.at_level(logging.WARNING, logger="smdist"),
+        hooked(tmp_path / "run", include_regex="^(inputs|labels|top/outputs)", **place) as hook,
+    ):
+        model.fit(batches, shuffle=False, verbose=0, callbacks=[hook])
+    trial = read(tmp_path / "run")
+    for tensor in ("labels", "top/outputs"):
+        assert trial.tensor(tensor).steps(mode=TRAIN) == [0, 1], tensor
+    assert "inputs" not in trial.tensor_names()
+    assert said(caplog, f"inputs is left out: it is {form}") == 1
+    assert [message for found in trial.troubles().values() for message in found] == [
+        f"inputs is left out: it is {form}"
+    ]
+
+
 def test_what_cannot_be_read_does_not_take_the_others_with_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -30,7 +30,7 @@ from smdist.workers.keras_tape import Tapes
 from smdist.workers.outlet import Outlet
 from smdist.workers.recorder import Recorder
 from smdist.workers.tf_base import TensorflowHook
-from smdist.workers.tf_host import array_of, reading, unconverted
+from smdist.workers.tf_host import array_of, is_layer, reading, unconverted
 from smdist.workers.whereabouts import Whereabouts
 
 __all__ = ["KerasHook"]
@@ -152,6 +152,8 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
     def register_model(self, model: Any) -> None:
         """Say which model a loop of the script's own trains: its layers are captured then, and its
         variables are named by their place in it."""
+        if not is_layer(model):
+            raise ConfigurationError(f"register_model takes a Keras model, not {model!r}")
         if self._active:
             self._recording.register(model)
 

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from smdist.collection import Collection as NeutralCollection
 from smdist.errors import ConfigurationError
-from smdist.workers.tf_host import is_variable
+from smdist.workers.tf_host import is_layer, is_variable
 
 __all__ = ["Collection"]
 
@@ -45,4 +45,9 @@ class Collection(NeutralCollection):
 
     def add_keras_layer(self, layer: Any, inputs: bool = False, outputs: bool = True) -> None:
         """Put inputs and/or outputs of a Keras layer into this collection."""
+        if not is_layer(layer):
+            raise ConfigurationError(
+                f"collection {self.name!r}: add_keras_layer takes a layer, not {layer!r}; "
+                "model.get_layer(name) gives one"
+            )
         self.request(layer, inputs, outputs)

@@ -21,6 +21,7 @@ __all__ = [
     "array_of",
     "flat_tensors",
     "forms_beside",
+    "is_layer",
     "is_variable",
     "reading",
     "tf_variable",
@@ -50,6 +51,11 @@ def array_of(value: Any) -> Array:
     else:
         array = np.asarray(value)
     return stored_order(array)
+
+
+def is_layer(value: Any) -> bool:
+    """A layer or model of Keras, or what can be taken for one."""
+    return not isinstance(value, type) and hasattr(value, "call") and hasattr(value, "name")
 
 
 def is_variable(value: Any) -> bool:

@@ -426,6 +426,7 @@ def test_a_hook_from_a_configuration_file(tmp_path: Path) -> None:
 
 
 def test_wrong_arguments_say_so(tmp_path: Path) -> None:
+    wrong: Any
     with hooked(tmp_path / "run") as hook:
         with pytest.raises(ConfigurationError, match="wrap_optimizer takes an optimizer"):
             hook.wrap_optimizer("adam")
@@ -433,7 +434,12 @@ def test_wrong_arguments_say_so(tmp_path: Path) -> None:
             hook.wrap_tape(None)
         with pytest.raises(ConfigurationError, match="has no name to be found by"):
             hook.add_to_collection("mine", 3)
-    wrong: Any
+        for wrong in ("hidden", None, tf.keras.layers.Dense):
+            with pytest.raises(ConfigurationError, match="register_model takes a Keras model"):
+                hook.register_model(wrong)
+            with pytest.raises(ConfigurationError, match="'mine': add_keras_layer takes a layer"):
+                hook.get_collection("mine").add_keras_layer(wrong)
+        hook.register_model(tf.keras.Sequential([tf.keras.layers.Dense(1)]))  # not built
     for wrong in (-1, "soon", float("nan")):
         with pytest.raises(ConfigurationError, match="close_timeout_s"):
             smd.KerasHook(tmp_path / "run", close_timeout_s=wrong)

@@ -24,13 +24,14 @@ from smdist.manifest import CollectionInfo, Collections
 from smdist.workers.enrol import saves
 from smdist.workers.keras_functions import is_keras_3
 from smdist.workers.keras_lanes import Lane
+from smdist.workers.keras_names import Names
 from smdist.workers.keras_phases import Phases, Place
 from smdist.workers.keras_recording import Recording
 from smdist.workers.keras_tape import Tapes
 from smdist.workers.outlet import Outlet
 from smdist.workers.recorder import Recorder
 from smdist.workers.tf_base import TensorflowHook
-from smdist.workers.tf_host import array_of, is_layer, reading, unconverted
+from smdist.workers.tf_host import array_of, is_layer, is_variable, reading, unconverted
 from smdist.workers.whereabouts import Whereabouts
 
 __all__ = ["KerasHook"]
@@ -219,6 +220,25 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
                 "to fit(callbacks=[hook]), or wrap the tape of each step of a loop: "
                 "with hook.wrap_tape(tf.GradientTape()) as tape"
             )
+        self._tell_what_no_model_had()
+
+    def _tell_what_no_model_had(self) -> None:
+        active = self._planner.active().values()
+        asked: list[tuple[str, Any]] = [
+            (collection.name, request.target)
+            for collection in active
+            for request in collection.unbound_requests
+        ]
+        if not asked or not self._outlet.probe():
+            return
+        # Anew: a model may have changed since its names were last needed.
+        seen = [Names(k.names.model) for k in self._recording.models if k.names is not None]
+        for collection, target in asked:
+            if seen and not any(n.path_of(target) or n.layer_path(target) for n in seen):
+                kind = "variable" if is_variable(target) else "layer"
+                self._mishaps.trouble(
+                    f"collection {collection} asked for {kind} {target.name}, which no model had"
+                )
 
     def _out_of_reach(self) -> str:
         if self._phases.running:

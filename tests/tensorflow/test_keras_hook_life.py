@@ -445,6 +445,34 @@ def test_wrong_arguments_say_so(tmp_path: Path) -> None:
             smd.KerasHook(tmp_path / "run", close_timeout_s=wrong)
 
 
+@pytest.mark.parametrize("way_of", ["fit", "loop"])
+def test_a_layer_that_no_model_had(tmp_path: Path, way_of: str) -> None:
+    x, y = data(8)
+    model, other = make_model(), tf.keras.layers.Dense(1, name="elsewhere")
+    variable = tf.Variable(1.0, name="alone")
+    with hooked(tmp_path / "run", include_collections=["mine"]) as hook:
+        mine = hook.get_collection("mine")
+        mine.add_keras_layer(other)
+        mine.add_keras_layer(model.layers[0])
+        mine.add([variable, model.layers[0].kernel])
+        hook.get_collection("not_saved").add_keras_layer(other)
+        if way_of == "fit":
+            model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[hook])
+        else:
+            hook.register_model(model)
+            with hook.wrap_tape(tf.GradientTape()) as tape:
+                loss = tf.reduce_mean(model(x) ** 2)
+            tape.gradient(loss, model.trainable_variables)
+        mine.add_keras_layer(model.layers[1])  # too late, but it has one
+    trial = read(tmp_path / "run")
+    assert {"hidden/outputs", "hidden/weights/hidden/kernel:0"} <= set(trial.tensor_names())
+    told = [message for found in trial.troubles().values() for message in found]
+    assert told == [
+        "collection mine asked for layer elsewhere, which no model had",
+        f"collection mine asked for variable {variable.name}, which no model had",
+    ]
+
+
 def test_mixed_precision(tmp_path: Path) -> None:
     """Gradients are those of the loss, whatever it was multiplied with for their sake."""
     x, y = data(8)

@@ -149,15 +149,7 @@ class Tapes:
         names = self._recording.registered_names()
         if names is None:
             return []
-        taken: set[str] = set()
-        return [
-            *names.variables,
-            *(
-                named._replace(name=unique(named.name, taken))
-                for optimizer in self._recording.optimizers
-                for named in names.optimizer_variables(optimizer)
-            ),
-        ]
+        return [*names.variables, *names.variables_of(self._recording.optimizers)]
 
     def _found(
         self, target: Any, sources: Any, result: Any, loose: LooseNames, known: Container[str]

@@ -500,7 +500,7 @@ def test_training_does_not_wait_for_an_uploader_that_never_comes(
         hook={"out_dir": str(out_dir), "spool_dir": str(root), "buffer_bytes": 2 << 20},
     )
     assert started.wait() == 0, repr(started)
-    assert float((started.folder / "stdout").read_text()) < 2.0
+    assert float((started.folder / "stdout").read_text()) < 30, "it waited for room"
     (spool,) = spools(root)
     assert f"smdist recover {spool}" in started.stderr
     assert recover(spool, pytest.fail).state == "ended"

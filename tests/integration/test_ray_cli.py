@@ -169,9 +169,11 @@ def session(leader: int) -> list[int]:
 def listening_elsewhere(leader: int) -> list[str]:
     """Sockets of the session that another machine could reach: whoever can, may run anything."""
     sockets = set[str]()
-    for link in (link for pid in session(leader) for link in Path(f"/proc/{pid}/fd").iterdir()):
-        with contextlib.suppress(OSError):
-            sockets.add(os.readlink(link))
+    for pid in session(leader):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            for link in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    sockets.add(os.readlink(link))
     loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
     found, any_ = [], 0
     for table in ("tcp", "tcp6"):

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -59,19 +61,29 @@ def test_a_death_is_told(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     end(process)
 
 
+def pidfds() -> set[str]:
+    found = set()
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # that of this listing itself
+            if "pidfd" in os.readlink(path):
+                found.add(path.name)
+    return found
+
+
 @pytest.mark.parametrize("by", ["pidfd", "polling"])
 def test_leaving_before_the_death_leaves_nothing(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if by == "polling":
         monkeypatch.setattr(processes, "_open", lambda _pid: -1)
-    before = os.listdir("/proc/self/fd")
+    before = pidfds()
 
     async def watch() -> None:
         async with watching(os.getpid(), 0, poll_s=0.01) as gone:
             await asyncio.sleep(0)
             assert not gone.is_set()
+            assert len(pidfds()) == len(before) + (by == "pidfd")
 
     asyncio.run(watch())
-    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert pidfds() == before
 
 
 def test_a_death_before_the_watch_is_told_at_once() -> None:

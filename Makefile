@@ -57,7 +57,7 @@ help:
 	@echo "                  (PYTHON310=path/to/python3.10 if it is not on PATH)"
 	@echo "make check        ruff, mypy --strict, import-linter"
 	@echo "make format       let ruff rewrite what it can"
-	@echo "make bench        what capture costs, beside other tools; 80 min, QUICK=1: 5 min"
+	@echo "make bench        what capture costs, beside other tools; 63 min, QUICK=1: 5 min"
 	@echo "                  (ARGS=... goes to benchmarks/run.py: ARGS=--list, ARGS='--only s3')"
 	@echo "make clean        remove build products and caches"
 	@echo "make distclean    and the virtual environments"

@@ -163,9 +163,9 @@ def check_spool(spool_dir: str | None, environ: Mapping[str, str] = os.environ) 
         return
     try:
         root = Path(given).expanduser().absolute()
-        places = (private_root(root), root, *root.parents)
-        existing = next(place for place in places if os.path.lexists(place))
-        Path(tempfile.mkdtemp(prefix=".smdist-", dir=existing)).rmdir()
+        for place in (private_root(root), root, *root.parents):
+            if _takes_a_folder(place):
+                break
     except (OSError, RuntimeError, ValueError) as error:
         if isinstance(error, OSError) and no_room(error):
             return
@@ -174,6 +174,21 @@ def check_spool(spool_dir: str | None, environ: Mapping[str, str] = os.environ) 
             f"{name}={given!r} is no place to buffer in: {why}; give a directory that this process "
             "can make and write to, or leave it out"
         ) from error
+
+
+def _takes_a_folder(place: Path) -> bool:
+    """False if it is not there, or is gone in this moment: the last spool takes its folder along."""
+    try:
+        Path(tempfile.mkdtemp(prefix=".smdist-", dir=place)).rmdir()
+    except FileNotFoundError:
+        if place.is_symlink():  # to nowhere: what is made below it would not be found either
+            raise
+        return False
+    except NotADirectoryError:
+        if os.path.lexists(place):
+            raise
+        return False
+    return True
 
 
 def choose_spool(

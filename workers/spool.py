@@ -151,7 +151,10 @@ def _locks(handle: int) -> bool:
 
 def sweep_rehearsals(folder: Path) -> None:
     """Remove what processes that were killed at their very start left in that private root."""
-    for path in folder.glob(f"{REHEARSAL}-*"):
+    left: list[Path] = []
+    with contextlib.suppress(FileNotFoundError):  # the last spool that goes takes the folder along
+        left.extend(folder.glob(f"{REHEARSAL}-*"))
+    for path in left:
         with contextlib.suppress(OSError):  # somebody else removes it
             handle = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:

@@ -156,10 +156,12 @@ def coordinators(attachment: Attachment) -> list[CoordinatorClient]:
         for actor in named
         if actor["namespace"] == NAMESPACE and str(actor["name"]).startswith("coordinator-")
     )
-    return [
-        CoordinatorClient(attachment.ray, attachment.ray.get_actor(name, namespace=NAMESPACE), name)
-        for name in names
-    ]
+    found = []
+    for name in names:
+        with contextlib.suppress(ValueError):  # ended since it was listed
+            actor = attachment.ray.get_actor(name, namespace=NAMESPACE)
+            found.append(CoordinatorClient(attachment.ray, actor, name))
+    return found
 
 
 def start(

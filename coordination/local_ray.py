@@ -39,7 +39,7 @@ _QUIET = {
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # nothing on it has to be moved elsewhere
 }
 _SOCKET_ROOM = 62  # of the 107 bytes of a socket's path, what Ray adds to its folder
-_START_S, _STOP_S, _ALONE_S = 90.0, 20.0, 3.0
+_START_S, _STOP_S, _ALONE_S, _GONE_S = 90.0, 20.0, 3.0, 5.0
 
 
 class LocalRay(msgspec.Struct, frozen=True):
@@ -224,9 +224,13 @@ def _end_session(leader: int) -> None:
 
 
 def _kill(pids: list[int]) -> None:
+    """And wait until they are gone, which takes a moment."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + _GONE_S
+    while any(_ticks(pid) >= 0 for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def _members(leader: int, since: int = 0) -> list[int]:

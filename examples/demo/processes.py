@@ -155,5 +155,8 @@ def _end_all(started: subprocess.Popen[bytes], others: set[int]) -> None:
 
 def _children() -> list[int]:
     """Processes of ours that have not ended, adopted ones too."""
-    lists = Path("/proc/self/task").glob("*/children")
-    return [int(pid) for path in lists for pid in path.read_text().split()]
+    found = list[int]()
+    for path in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # that thread has ended
+            found += map(int, path.read_text().split())
+    return found

@@ -209,11 +209,17 @@ def _stand_by(console: Console, client: CoordinatorClient, most_s: float) -> dic
 
 def _follow(console: Console, find: Callable[[], CoordinatorClient | None]) -> None:
     """Tell what changes until interrupted, or until somebody has stopped the coordinator."""
-    told = dict[str, str]()
+    told, missed = dict[str, str](), False
     console.print("following; Ctrl-C ends this command, not the coordinator", markup=False)
     try:
         while (client := find()) is not None:
-            for url, one in client.runs().items():
+            try:
+                runs, missed = client.runs(), False
+            except CoordinationError:  # it has ended since, and its name goes a moment later
+                if missed:
+                    raise
+                runs, missed = {}, True
+            for url, one in runs.items():
                 line = _headline(one)
                 if told.get(url) != line:
                     told[url] = line

@@ -19,6 +19,7 @@ import msgspec
 from smdist.workers.ledger import Ledger
 from smdist.workers.processes import alive
 from smdist.workers.recover import find_spools
+from smdist.workers.spool import private_root
 from tests.faults.job import Exited, Order
 
 REPOSITORY = Path(__file__).parents[2]
@@ -136,6 +137,7 @@ class Launcher:
             if isinstance(said, Exited):
                 self.exited[said.pid] = said.code
             else:
+                self.exited.pop(said, None)  # an earlier process had the same number
                 self._pids.put(said)
 
     def start(
@@ -192,8 +194,14 @@ def uploaders(spool: Path) -> list[int]:
 
 
 def drained(root: Path, timeout_s: float = 60.0) -> None:
-    """Wait until every uploader of this spool root has stored everything and removed its spool."""
+    """Wait until every uploader of this spool root has stored everything, and has ended."""
     until(lambda: not spools(root), f"uploaders to empty {root}", timeout_s, lambda: spools(root))
+    ended(root)
+
+
+def ended(root: Path) -> None:
+    """Wait until there is no uploader of this spool root: the last one merges once its spool is gone."""
+    until(lambda: not uploaders(private_root(root)), f"the uploaders of {root} to end", 120.0)
 
 
 @contextlib.contextmanager

@@ -97,13 +97,15 @@ def no_leaks(
 def _judge_objects(server: Server, since: float) -> None:
     if server.folder is not None:
         for path in _files(server.folder):
-            if path.stat().st_mtime >= since:
-                _judge(f"object {path}", path.read_bytes())
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_mtime >= since:
+                    _judge(f"object {path}", path.read_bytes())
         return
     client = server.client()
     for bucket in client.list_buckets()["Buckets"]:
         name = bucket["Name"]
         if bucket["CreationDate"].timestamp() >= since:
             for entry in client.list_objects_v2(Bucket=name).get("Contents", []):
-                data = client.get_object(Bucket=name, Key=entry["Key"])["Body"].read()
-                _judge(f"object {entry['Key']}", data)
+                with contextlib.suppress(client.exceptions.NoSuchKey):
+                    data = client.get_object(Bucket=name, Key=entry["Key"])["Body"].read()
+                    _judge(f"object {entry['Key']}", data)

@@ -203,12 +203,12 @@ class FaultProxy:
 
     def start(self) -> None:
         self._thread.start()
-        self._server = asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(10)
+        self._server = asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(60)
 
     def stop(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(60)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(60)
         self._loop.close()
 
     async def _listen(self) -> asyncio.Server:
@@ -218,6 +218,7 @@ class FaultProxy:
 
     async def _end(self) -> None:
         self._server.close()
+        await asyncio.sleep(0.01)  # who was accepted in this moment has a task by then
         self._cancel()
         if self._connections:
             await asyncio.wait(self._connections)

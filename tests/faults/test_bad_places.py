@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -25,18 +26,25 @@ from tests.faults.launcher import (
     REPOSITORY,
     Launcher,
     drained,
+    ended,
     ledger_of,
     spools,
     until,
 )
 from tests.faults.places import Place
+from tests.integration.torch_jobs import beside_waiting
 
 TRAIN = modes.TRAIN
 
 
 def tree(folder: Path) -> dict[str, int]:
     """Everything below a folder, with its size."""
-    return {str(p.relative_to(folder)): p.lstat().st_size for p in sorted(folder.rglob("*"))}
+    found = {}
+    for parent, folders, names in os.walk(folder):
+        for path in (Path(parent, name) for name in (*folders, *names)):
+            with contextlib.suppress(FileNotFoundError):
+                found[str(path.relative_to(folder))] = path.lstat().st_size
+    return found
 
 
 def trouble_of(root: Path) -> str:
@@ -90,11 +98,11 @@ def test_a_full_disk_holds_nothing_up_and_loses_nothing(
     go.touch()
     started.wait_for("trained")  # training does not wait for the disk
     until(lambda: "space" in trouble_of(root), "the uploader to say what is wrong")
+    until(lambda: "choose another out_dir" in started.stderr, "and to say it to people")
     assert started.code is None
     ballast.unlink()
     assert started.wait() == 0, repr(started)
     drained(root)
-    assert "choose another out_dir" in started.stderr
     assert "the store works again" in started.stderr
     found = audit(out_dir)
     with create_trial(out_dir) as trial:
@@ -133,7 +141,7 @@ def test_a_disk_that_stays_full_leaves_a_spool_to_send(
             "spool_dir": str(root),
             "linger_s": 0.01,
             "on_error": "raise",
-            "drain_deadline_s": 2.0,
+            "drain_deadline_s": 8.0,
         },
     )
     started.wait_for("step 2")
@@ -148,6 +156,7 @@ def test_a_disk_that_stays_full_leaves_a_spool_to_send(
     assert f"smdist recover {spool}" in said, f"close() does not say how to send it: {said}"
     until(lambda: "smdist recover" in started.stderr, "the uploader to give up")
     assert f"smdist recover {spool}" in started.stderr
+    ended(root)  # it has spoken, and holds the spool for a moment longer
     ballast.unlink()
     command = [sys.executable, "-c", "from smdist.cli import main; main()", "recover", str(spool)]
     environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
@@ -397,7 +406,7 @@ def test_too_little_shared_memory_becomes_disk(
     assert started.wait() == 0, repr(started)
     drained(tmp_path / "disk")
     assert started.stderr.count("more shared memory") == 1, started.stderr
-    assert len(started.stderr.splitlines()) == 1, started.stderr
+    assert len(beside_waiting(started.stderr.splitlines())) == 1, started.stderr
     audit(tmp_path / "out")
     with create_trial(tmp_path / "out") as trial:
         assert trial.steps(TRAIN) == list(range(6))
@@ -432,7 +441,7 @@ def test_shared_memory_that_others_fill_overflows_to_disk(
     drained(small_memory)
     assert not tree(tmp_path / "disk"), "the overflow was left behind"
     assert started.stderr.count("goes to disk") == 1, started.stderr
-    assert len(started.stderr.splitlines()) <= 2, started.stderr
+    assert len(beside_waiting(started.stderr.splitlines())) <= 2, started.stderr
     audit(tmp_path / "out")
     with create_trial(tmp_path / "out") as trial:
         assert not trial.dropped(), started.stderr

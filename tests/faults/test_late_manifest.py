@@ -17,7 +17,7 @@ import pytest
 
 from smdist.manifest import RankManifest, manifest_key
 from smdist.workers.spool import UploadOptions
-from tests.faults.proxy import FaultProxy, Hold, proxied
+from tests.faults.proxy import FaultProxy, Hold, Rule, proxied
 from tests.integration.rig import (
     Job,
     Process,
@@ -82,10 +82,13 @@ def make_job(place: Place, folder: Path) -> Job:
     )
 
 
-def kill_sender(place: Place, rank: Process, late: Hold, first_segment: Hold) -> int:
+def hold_manifest(place: Place, late: Hold) -> Rule:
+    return place.proxy.inject(late, method="PUT", target=f"manifests/.*-{LATE:08d}", times=1)
+
+
+def kill_sender(place: Place, rank: Process, sent: Rule, first_segment: Hold) -> int:
     """The uploader that has sent manifest LATE dies; its successor is stopped at that segment."""
-    rule = place.proxy.inject(late, method="PUT", target=f"manifests/.*-{LATE:08d}", times=1)
-    until(lambda: rule.hits, "the manifest to be on its way")
+    until(lambda: sent.hits, "the manifest to be on its way")
     killed = rank.uploader_pid()
     rule = place.proxy.inject(
         first_segment, method="PUT", target=f"segments/.*-{LATE:08d}", times=1
@@ -113,8 +116,9 @@ def life_of(manifest: RankManifest) -> set[str]:
 
 def test_it_arrives_before_the_successors_own(place: Place, tmp_path: Path) -> None:
     job, late, segment = make_job(place, tmp_path), Hold(), Hold()
+    sent = hold_manifest(place, late)
     with rank_process(job, tmp_path) as rank:
-        kill_sender(place, rank, late, segment)
+        kill_sender(place, rank, sent, segment)
         late.let_go()
         assert place.holds(LATE)()
         arrived = place.manifest(LATE)
@@ -129,8 +133,9 @@ def test_it_arrives_before_the_successors_own(place: Place, tmp_path: Path) -> N
 def test_it_arrives_after_the_successors_own(place: Place, tmp_path: Path, behind: int) -> None:
     """`behind`: after so many manifests more."""
     job, late, segment, stop = make_job(place, tmp_path), Hold(), Hold(), Hold()
+    sent = hold_manifest(place, late)
     with rank_process(job, tmp_path) as rank:
-        kill_sender(place, rank, late, segment)
+        kill_sender(place, rank, sent, segment)
         after = LATE + 1 + behind
         rule = place.proxy.inject(stop, method="PUT", target=f"manifests/.*-{after:08d}", times=1)
         segment.let_go()

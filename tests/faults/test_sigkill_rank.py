@@ -20,7 +20,7 @@ from smdist.identity import modes
 from smdist.trials import Trial, create_trial
 from smdist.workers.recover import recover
 from tests.faults.audit import Saved, assert_in_run, audit, unexplained
-from tests.faults.launcher import Launcher, Started, spools, until, uploaders
+from tests.faults.launcher import Launcher, Started, ended, spools
 from tests.faults.places import Place, at
 
 pytestmark = pytest.mark.ranks
@@ -129,7 +129,7 @@ def test_killed_ranks(
 
 def settle(root: Path, ranks: list[Started]) -> None:
     """Wait for the uploaders. A rank killed before it had one has captured nothing."""
-    until(lambda: not any(uploaders(spool) for spool in spools(root)), "the uploaders to end")
+    ended(root)
     for spool in spools(root):
         (owner,) = [started for started in ranks if f"-{started.pid}-" in spool.name]
         assert not owner.evidence(), f"{spool} was left behind; {owner!r}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -16,7 +17,7 @@ import pytest
 from smdist.coordination.membership import RankStatus
 from smdist.identity import modes
 from smdist.trials import create_trial
-from smdist.workers.processes import alive
+from smdist.workers.processes import alive, stopped
 from tests.faults.audit import assert_in_run, audit, unexplained
 from tests.faults.launcher import (
     REPOSITORY,
@@ -65,8 +66,21 @@ def spool_of(root: Path, started: Started) -> Path:
     return found[0]
 
 
+def all_begun(pid: int, spool: Path) -> bool:
+    """Is all that `pid` has started by now what it was started as?"""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            if parent != pid or not alive(int(path.parent.name)):
+                continue
+            if str(spool).encode() not in (path.parent / "cmdline").read_bytes():
+                return False
+    return True
+
+
 def kill(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):  # it was done
+        os.kill(pid, signal.SIGKILL)
     until(lambda: not alive(pid), f"uploader {pid} to die")
 
 
@@ -175,6 +189,8 @@ def test_both_killed_and_recovered(
         started.wait_for(f"step {chance.randrange(8)}")
         # Stopped, it cannot start another uploader.
         started.kill(signal.SIGSTOP)
+        until(lambda: stopped(started.pid) or started.code is not None, "it to stop")  # noqa: B023
+        until(lambda: all_begun(started.pid, spool), "its uploader to be one")  # noqa: B023
         if first == "rank":
             started.kill()
         for pid in uploaders(spool):

@@ -10,6 +10,7 @@ from smdist import create_trial
 from smdist.trials import RankStatus
 from tests.horovod.rig import (
     EXAMPLES,
+    ended,
     horovodrun,
     job_marks,
     kill_rank,
@@ -42,6 +43,7 @@ def test_a_rank_less(tmp_path: Path, script: str, batches: int, gradient: str) -
     said = job.output
     assert codes == [0], said
     assert f"is done after {batches} batches" in said
+    until(lambda: ended(str(place)), "the uploaders end the run", 120)
     with create_trial(place) as trial:
         assert trial.loaded_all_steps
         assert [one.world_size for one in trial.attempts()] == [2, 1]

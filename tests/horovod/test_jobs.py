@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from tests.horovod.rig import (
     Coordinated,
     Job,
     bucket_url,
-    ended,
     finish,
     horovodrun,
     job_marks,
@@ -152,7 +152,7 @@ def test_a_rank_that_saves_beside_one_that_does_not(kind: Kind, tmp_path: Path) 
         assert trial.workers() == ["worker_0"]
         assert trial.steps() == list(range(0, kind.steps, 2))
         assert trial.tensor(kind.gradient).steps() == list(range(0, kind.steps, 2))
-    assert {path.name for path in place.glob("*/*") if path.is_dir()} == {"worker_0"}
+    assert {path.name for path in map(Path, glob(f"{place}/*/*")) if path.is_dir()} == {"worker_0"}
 
 
 @pytest.mark.ray
@@ -167,8 +167,8 @@ def test_one_of_two_is_killed(kind: Kind, bucket: str, driver: Driver, tmp_path:
         until(lambda: len(stored_steps(bucket)) > 3, "the first steps", 240)
         kill_rank(bucket, 1)
         assert 0 not in job.wait()
-    until(lambda: ended(bucket), "both uploaders end the run", 120)
     with create_trial(bucket) as trial:
+        until(lambda: trial.loaded_all_steps, "both uploaders end the run", 120)
         assert trial.ranks()[1].status is RankStatus.LOST
         steps = list(trial.steps())
         assert steps == list(range(len(steps)))

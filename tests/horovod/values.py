@@ -114,7 +114,8 @@ def _check_gradients(
 ) -> Array:
     """The mean over the ranks, after the saved ones turned out to be those, or the local ones."""
     mean: Array = (local[0] + local[1]) / 2
-    assert not np.allclose(local[0], local[1], rtol=1e-2), "ranks see different data"
+    if local[0].size > 1:  # one number may be the same by chance
+        assert not np.allclose(local[0], local[1], rtol=1e-2), "ranks see different data"
     for rank in RANKS:
         saved, expected = value(trial, name, step, rank), mean if synced else local[rank]
         np.testing.assert_allclose(saved, expected, *tolerance)

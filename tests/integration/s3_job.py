@@ -7,6 +7,7 @@ thread of it may use the network.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 import smdist.pytorch as smd
+from smdist.workers.supervisor import Supervisor
 
 NETWORK = {"socket.connect", "socket.getaddrinfo", "socket.sendto", "socket.sendmsg"}
 
@@ -56,9 +58,11 @@ def make_hook(order: dict[str, Any]) -> smd.Hook:
 
 
 def die_with_the_uploader() -> None:
+    setattr(Supervisor, "_spawn", lambda _: 0)  # noqa: B010 - nobody starts another one
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     for path in Path("/proc/self/task").glob("*/children"):
-        children += path.read_text().split()
+        with contextlib.suppress(OSError):  # that thread has ended
+            children += path.read_text().split()
     for child in set(children):
         os.kill(int(child), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)

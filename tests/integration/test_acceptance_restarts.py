@@ -16,7 +16,7 @@ from smdist.trials import create_trial
 from smdist.workers.processes import alive
 from tests.faults.audit import assert_in_run, audit
 from tests.faults.job import Order
-from tests.faults.launcher import REPOSITORY, Launcher, Started, drained, launching, until
+from tests.faults.launcher import REPOSITORY, Launcher, Started, drained, ended, launching, until
 
 pytestmark = pytest.mark.ranks
 
@@ -116,6 +116,7 @@ def test_a_second_start_is_refused_and_a_resumed_one_goes_on(
 
     first = start("first")
     assert [started.wait() for started in first] == [0, 0], first
+    ended(root)
     before = {path: path.read_bytes() for path in sorted(out_dir.rglob("*")) if path.is_file()}
     for started in start("second"):
         assert started.wait() == 1

@@ -79,8 +79,9 @@ def uploading(spools: list[Spool]) -> Iterator[list[Supervisor]]:
         yield supervisors
     finally:
         for supervisor in supervisors:
-            if supervisor.pid and not supervisor.join(10.0):
-                os.kill(supervisor.pid, signal.SIGKILL)
+            pid = supervisor.pid
+            if pid and not supervisor.join(10.0):
+                os.kill(pid, signal.SIGKILL)
                 supervisor.join(60.0)
 
 
@@ -130,10 +131,13 @@ def test_killed_while_it_merges_it_leaves_a_whole_run(
     spools = captured(tmp_path, proxy.url(bucket), 6, 4)
     with uploading(spools) as supervisors:
         until(lambda: rule.hits > 0, "one that merges")
-        assert not any(spool.path.exists() for spool in spools), "ranks are released before"
+        until(lambda: not any(spool.path.exists() for spool in spools), "ranks to be released")
+        assert rule.hits == 1, "before it is done"
         until(lambda: sum(not one.join(0.0) for one in supervisors) == 1, "the others to end")
         (last,) = [one for one in supervisors if not one.join(0.0)]
-        os.kill(last.pid, signal.SIGKILL)
+        pid = last.pid
+        assert pid
+        os.kill(pid, signal.SIGKILL)
         assert last.join(60.0)
         assert last.restarts == 0, "there is nothing left to do"
     proxy.clear()

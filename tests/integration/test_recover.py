@@ -15,7 +15,7 @@ import pytest
 from smdist.errors import SpoolUnavailable
 from smdist.record import End
 from smdist.workers.patience import GaveUp
-from smdist.workers.processes import alive
+from smdist.workers.processes import alive, stopped
 from smdist.workers.recover import TrainerAlive, find_spools, pending_bytes, recover
 from smdist.workers.spool import Spool, SpoolBusy, private_root
 from tests.integration.rig import (
@@ -90,6 +90,7 @@ def test_both_killed_then_recovered(job: Job, tmp_path: Path, seed: int) -> None
         uploader = rank.uploader_pid()
         # The rank first, stopped in its tracks: its supervisor must not start another uploader.
         rank.popen.send_signal(signal.SIGSTOP)
+        until(lambda: stopped(rank.popen.pid), "the rank to stand still")
         os.kill(uploader, signal.SIGKILL)
         rank.popen.kill()
         rank.rest()

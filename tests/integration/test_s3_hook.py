@@ -37,7 +37,7 @@ __all__ = ["aws", "moto", "no_leaks", "rclone"]  # fixtures
 
 pytestmark = [pytest.mark.s3, pytest.mark.usefixtures("aws", "no_leaks")]
 
-SECONDS = 20.0  # an answer within seconds, on a machine that is busy with other tests
+SECONDS = 45.0  # an answer within seconds, on a machine that is busy with other tests
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def test_a_store_that_refuses_is_told_once_and_waited_for(
     train(model, 5)
     until(lambda: hook._outlet.capture._ledger.trouble, "the uploader's trouble")  # type: ignore[union-attr]
     with pytest.raises(DrainTimeout) as caught:
-        hook.close(timeout=1)
+        hook.close(timeout=5)
     (spool,) = tmp_path.glob("smdist-*/*/spool.json")
     message = str(caught.value)
     assert f"smdist recover {spool.parent}" in message
@@ -235,21 +235,16 @@ def test_the_advice_to_recover_can_be_followed_beside_the_living_process(
     proxy.inject(Answer(403, "AccessDenied"), method="PUT")
     train(model, 5 if entered else 8)
     hook.close(timeout=0.1)
-    said = ""
-
-    def gave_up() -> bool:
-        nonlocal said
-        said += capfd.readouterr().err
-        return "gave up" in said
-
-    until(gave_up, "the uploader to give up")
+    supervisor = hook._outlet._supervisor
+    assert supervisor is not None
+    assert supervisor.join(60), "the uploader to give up"
+    said = capfd.readouterr().err
     found = re.search(r"send it later with: (smdist recover .+)", said)
     assert found is not None, said
     words = shlex.split(found[1])[1:]
     proxy.clear()
     command = [sys.executable, "-c", "from smdist.cli import main; main()", *words]
-    # The uploader has spoken, and holds the spool for a moment longer.
-    until(lambda: subprocess.run(command, check=False).returncode == 0, "its end")
+    subprocess.run(command, check=True)
     assert list(tmp_path.glob("smdist-*/*/spool.json")) == []
     with smd.create_trial(proxy.url(bucket)) as trial:
         assert trial.steps() == list(range(8))

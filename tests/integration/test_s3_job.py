@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import uuid
+from glob import glob
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from smdist.identity import ModeKeys
 from smdist.storage import open_store, sync
 from smdist.trials import RankStatus
 from tests.faults.leaks import no_leaks
+from tests.integration.rig import until
 from tests.integration.s3_jobs import assert_equals_copies, cli, environment, run_job, start_job
 from tests.run_builder import RunBuilder
 from tests.servers.s3 import Server, aws, moto, rclone
@@ -46,7 +48,7 @@ def test_two_ranks_are_read_back_bit_for_bit(server: Server, bucket: str, tmp_pa
     assert "4 complete, 0 partial" in told.stdout
     assert "2 ended" in told.stdout
     assert told.stderr == ""
-    assert not list((tmp_path / "spools").glob("*/*")), "a spool was left"
+    until(lambda: not glob(f"{tmp_path}/spools/*/*"), "spools to go")
     assert server.uploads(bucket) == []
 
 

@@ -32,6 +32,7 @@ from tests.faults.proxy import (
     Fault,
     FaultProxy,
     HalfOpen,
+    Hold,
     Latency,
     Reset,
     Slow,
@@ -211,14 +212,17 @@ PASSING: list[Fault] = [
 def test_a_put_outlives(rclone: Server, fault: Fault, size: int) -> None:
     bucket, data = rclone.make_bucket(f"b-{uuid.uuid4().hex[:12]}"), os.urandom(size)
     with proxied(rclone.port) as proxy:
-        proxy.inject(fault, method="PUT", times=2)
+        rule = proxy.inject(fault, method="PUT", times=2)
 
-        async def work(store: S3Store) -> None:
+        async def work(store: S3Store) -> int:
             await store.put("k", [data])
-            assert sum(store.statistics().retries.values()) == 2
+            return sum(store.statistics().retries.values())
 
-        run(proxy.url(bucket), work, QUICK if isinstance(fault, HalfOpen) else PATIENT)
-        assert proxy.count("PUT") == 3
+        silent = isinstance(fault, HalfOpen)  # as is a server that a busy machine holds up
+        retries = run(proxy.url(bucket), work, QUICK if silent else PATIENT)
+        assert rule.hits == 2
+        assert retries == 2 or (silent and retries > 2)
+        assert proxy.count("PUT") == retries + 1
     assert content(rclone, bucket, "k") == data
 
 
@@ -229,9 +233,10 @@ def test_a_get_outlives(rclone: Server, fault: Fault) -> None:
     silent = isinstance(fault, (HalfOpen, Slow))
     options = replace(QUICK, slowest_bytes_per_s=MIB) if silent else PATIENT
     with proxied(rclone.port) as proxy:
-        proxy.inject(fault, method="GET", times=1)
+        rule = proxy.inject(fault, method="GET", times=1)
         assert run(proxy.url(bucket), lambda store: store.get("k"), options) == data
-        assert proxy.count("GET") == 2
+        assert rule.hits == 1
+        assert proxy.count("GET") == 2 or (silent and proxy.count("GET") > 2)
         proxy.inject(fault, method="GET", times=1)
         assert run(proxy.url(bucket), lambda store: store.list(), options) == ["k"]
 
@@ -288,12 +293,16 @@ def test_expired_credentials_are_read_again(
             _write_profile(file, OTHER_KEY, OTHER_SECRET)
             await asyncio.gather(*puts)
             assert store.statistics().renewals >= 1
-            proxy.inject(Answer(400, "ExpiredToken"))
-            with pytest.raises(StoreForbidden, match="renew them"):
-                await store.put("never", [b"x"])
 
-        options = S3Options(first_pause_s=0.05, most_pause_s=0.2, deadline_s=5.0)
+        options = S3Options(first_pause_s=0.05, most_pause_s=0.2, deadline_s=30.0)
         run(proxy.url(bucket), work, options)
+        proxy.inject(Answer(400, "ExpiredToken"))
+        with pytest.raises(StoreForbidden, match="renew them"):
+            run(
+                proxy.url(bucket),
+                lambda store: store.put("never", [b"x"]),
+                replace(options, deadline_s=1.0),
+            )
 
 
 def _write_profile(file: Path, key: str, secret: str) -> None:
@@ -307,7 +316,7 @@ def _write_profile(file: Path, key: str, secret: str) -> None:
 
 def test_a_deadline_ends_the_retries(server: Server, bucket: str, proxy: FaultProxy) -> None:
     proxy.inject(Answer(503, "SlowDown"))
-    options = S3Options(deadline_s=1.0, first_pause_s=0.05)
+    options = S3Options(deadline_s=5.0, first_pause_s=0.05, most_pause_s=0.5)
     started = time.monotonic()
     with pytest.raises(StoreError, match=rf"put 'a/k'.*{bucket}.*SlowDown.*attempts") as caught:
         run(proxy.url(bucket), lambda store: store.put("a/k", [b"x"]), options)
@@ -358,7 +367,7 @@ def test_only_a_missing_object_is_not_found(server: Server, bucket: str) -> None
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9", "http://no-such-host.invalid:80"])
 def test_an_endpoint_that_is_not_there(endpoint: str) -> None:
     url, host = f"s3://bucket/x?endpoint_url={endpoint}", endpoint.removesuffix(":80")
-    options = S3Options(deadline_s=0.5, connect_timeout_s=1.0, stall_s=2.0)
+    options = S3Options(deadline_s=0.5, connect_timeout_s=1.0, stall_s=20.0)
     with pytest.raises(StoreError, match=rf"{host}.* cannot be reached \(.+\)") as caught:
         run(url, lambda store: store.get("k"), options)
     assert type(caught.value) is StoreError
@@ -389,13 +398,17 @@ def test_a_conditional_put_that_another_won_meanwhile(moto: Server) -> None:
         async def work(store: S3Store) -> None:
             put = asyncio.ensure_future(store.put("k", [b"mine"], if_absent=True))
             await until(lambda: bool(store.statistics().retries))
+            again = Hold()
+            held = proxy.inject(again, method="PUT")
+            await until(lambda: held.hits > 0)
             other = open_s3(moto.url(bucket))
             await other.put("k", [b"theirs"], if_absent=True)
             await other.close()
+            again.let_go()
             with pytest.raises(ObjectExists):
                 await put
 
-        run(proxy.url(bucket), work, S3Options(first_pause_s=4.0))
+        run(proxy.url(bucket), work, S3Options(first_pause_s=0.5))
     assert content(moto, bucket, "k") == b"theirs"
 
 

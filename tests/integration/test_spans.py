@@ -24,6 +24,7 @@ from tests.integration.rig import (
     Job,
     Process,
     assert_exactly_once,
+    open_ledger,
     rank_process,
     read_store,
     until,
@@ -113,7 +114,7 @@ def live_rank(tmp_path: Path, out_dir: Path) -> Iterator[Process]:
     )
     with rank_process(job, tmp_path) as rank:
         rank.next("open")
-        until(lambda: len(list(out_dir.glob("manifests/*/*"))) >= STEPS, "all steps to be stored")
+        until(lambda: STEPS in read_store(out_dir, job.elements).raw, "all, and the open step")
         until(lambda: len(list(out_dir.glob("spans/*/*"))) >= STEPS // 16, "spans")
         yield rank
 
@@ -127,7 +128,7 @@ def test_its_uploader_writes_them_beside_its_manifests(tmp_path: Path) -> None:
         until(lambda: not rank.spool.exists(), "the uploader to finish")
         rank.rest()
     assert_exactly_once(read_store(out_dir, rank.job.elements), rank)
-    assert not (out_dir / ".tmp").exists()
+    until(lambda: not (out_dir / ".tmp").exists(), "the uploader to leave nothing")
 
 
 class Place:
@@ -171,7 +172,9 @@ def test_an_uploader_killed_between_its_manifest_and_the_span(
         until(lambda: len(place.keys("manifests/")) > 20, "more manifests")
         assert not place.keys("spans/")
         os.kill(rank.uploader_pid(), signal.SIGKILL)
-        until(lambda: len(place.keys("manifests/")) >= STEPS, "the successor to store the rest")
+        with open_ledger(rank.spool) as ledger:
+            assert ledger is not None
+            until(lambda: ledger.steps_stored >= STEPS, "the successor to store the rest")
         if late:
             hold.let_go()
             until(lambda: place.keys("spans/"), "the late span")

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import smdist.pytorch as smd
+from tests.integration.rig import until
 from tests.integration.torch_jobs import Net, hooked, read
 
 
@@ -72,6 +73,7 @@ def test_a_loaded_hook_is_silent(tmp_path: Path) -> None:
         buffer = io.BytesIO()
         torch.save(model, buffer)
         model(torch.randn(1, 4))
+    until(lambda: not (tmp_path / "run/.tmp").exists(), "its uploader to be gone")
     before = sorted(tmp_path.rglob("*"))
     buffer.seek(0)
     loaded = torch.load(buffer, weights_only=False)

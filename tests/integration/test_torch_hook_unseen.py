@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import smdist.pytorch as smd
-from tests.integration.torch_jobs import Net, hooked, read, train
+from tests.integration.torch_jobs import Net, beside_waiting, hooked, read, train
 
 UNSEEN = "no step was seen, and nothing of Net is captured"
 
@@ -79,7 +79,7 @@ def test_steps_that_are_seen_are_no_trouble(
         hook.register_module(nn.Linear(1, 1))  # takes part in steps, if it likes
         train(net, 3)
         assert not net.fc1.weight._post_accumulate_grad_hooks
-    assert not caplog.records
+    assert not beside_waiting(caplog.messages)
 
 
 def test_steps_drawn_by_hand_are_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -87,7 +87,7 @@ def test_steps_drawn_by_hand_are_steps(tmp_path: Path, caplog: pytest.LogCapture
         hook.register_module(Net(), step_on="manual")
         hook.save_scalar("lr", 0.1)
         hook.step()
-    assert not caplog.records
+    assert not beside_waiting(caplog.messages)
 
 
 def test_settings_that_no_step_fulfils_are_told(
@@ -100,9 +100,9 @@ def test_settings_that_no_step_fulfils_are_told(
         train(net, 3)
         hook.get_collection("weights").save_config = smd.SaveConfig(end_step=50, start_step=60)
         train(net, 3)
-    (record,) = caplog.records
-    assert "collections weights, losses are never saved" in record.getMessage()
-    assert "start_step=1 on and before end_step=100; give a later end_step" in record.getMessage()
+    (said,) = beside_waiting(caplog.messages)
+    assert "collections weights, losses are never saved" in said
+    assert "start_step=1 on and before end_step=100; give a later end_step" in said
 
 
 def test_so_are_those_that_a_script_makes_of_them_later(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,12 @@ from smdist.trials import Trial
 
 EVERY_STEP = smd.SaveConfig(save_interval=1)
 ALL = ["weights", "biases", "gradients", "outputs", "losses", "optimizer_variables"]
+
+
+def beside_waiting(said: Iterable[str]) -> list[str]:
+    """What is said but for words about an uploader that a busy machine keeps waiting."""
+    waiting = ("waiting for the uploader", "the process that trained is gone")
+    return [line for line in said if not any(words in line for words in waiting)]
 
 
 class Net(nn.Module):

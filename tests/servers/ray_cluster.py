@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,12 +23,13 @@ from typing import Any, final
 
 import pytest
 
+from tests.servers.ports import free_port
+
 __all__ = [
     "Cluster",
     "Driver",
     "Node",
     "environment",
-    "free_port",
     "ray_cluster",
     "start_cluster",
     "until",
@@ -82,6 +82,8 @@ class Node:
         self.folder = folder
         self.log = folder / "log"
         command = [sys.executable, "-c", START, "start", "--block"]
+        # Workers take whatever port is free: the usual ones are those of every Ray on the machine.
+        command += ["--min-worker-port=0", "--max-worker-port=0"]
         command += ["--disable-usage-stats", "--log-color=false", "--include-log-monitor=false"]
         command += [f"--temp-dir={folder}", f"--object-store-memory={80 << 20}"]
         command += [f"--dashboard-agent-listen-port={free_port()}", *flags]
@@ -229,12 +231,6 @@ class DriverError(Exception):
     def __init__(self, kind: str, message: str) -> None:
         self.kind, self.message = kind, message
         super().__init__(kind, message)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

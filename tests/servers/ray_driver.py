@@ -49,7 +49,7 @@ def nodes(ray: Attachment, order: Order) -> object:
 
 
 def names(ray: Attachment, order: Order) -> object:
-    return [one.whereabouts().name for one in launcher.coordinators(ray)]
+    return [one.name for one in launcher.coordinators(ray)]
 
 
 ORDERS: dict[str, Callable[[Attachment, Order], object]] = {

@@ -25,6 +25,8 @@ import boto3
 import pytest
 from botocore.config import Config
 
+from tests.servers.ports import free_port
+
 __all__ = [
     "KEY",
     "OTHER_KEY",
@@ -102,18 +104,31 @@ def start_rclone(folder: Path, *flags: str) -> Iterator[Server]:
     keys = ["--auth-key", f"{KEY},{SECRET}", "--auth-key", f"{OTHER_KEY},{OTHER_SECRET}"]
     # It keeps its cache of folders: without it, requests that come together lock each other out.
     own = ["--config", os.devnull, "--poll-interval", "0"]
-    with _free_port() as port:
-        command = [program, "serve", "s3", "--addr", f"127.0.0.1:{port}", *keys, *own, *flags]
+    port = free_port()
+    command = [program, "serve", "s3", "--addr", f"127.0.0.1:{port}", *keys, *own, *flags]
     with _running([*command, str(data)], folder / "rclone.log", port):
         yield Server("rclone", port, data)
+
+
+# Its conditional puts look and write in two moves, with other threads in between; S3's are one.
+_MOTO = """
+import threading
+from moto.s3.responses import S3Response
+from moto.server import main
+put, lock = S3Response.put_object, threading.Lock()
+def put_as_one(self):
+    with lock:
+        return put(self)
+S3Response.put_object = put_as_one
+main()
+"""
 
 
 @contextmanager
 def start_moto(folder: Path) -> Iterator[Server]:
     folder.mkdir(parents=True, exist_ok=True)
-    with _free_port() as port:
-        code = "from moto.server import main; main()"
-        command = [sys.executable, "-c", code, "-H", "127.0.0.1", "-p", str(port)]
+    port = free_port()
+    command = [sys.executable, "-c", _MOTO, "-H", "127.0.0.1", "-p", str(port)]
     with _running(command, folder / "moto.log", port):
         yield Server("moto", port)
 
@@ -143,13 +158,6 @@ def _post(url: str, data: bytes) -> None:
     request = urllib.request.Request(url, data, {"Content-Type": "application/octet-stream"})
     with urllib.request.urlopen(request, timeout=10) as answer:
         assert answer.status == 200
-
-
-@contextmanager
-def _free_port() -> Iterator[int]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        yield probe.getsockname()[1]
 
 
 @contextmanager

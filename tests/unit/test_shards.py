@@ -229,7 +229,7 @@ def test_a_shard_that_is_gone_holds_up_nobody() -> None:
                 *facts,
                 run="",
                 calls=[lambda data: shards.call(0, data), gone],
-                patience_s=0.2,
+                patience_s=2.0,
             ),
         )
         await watcher.open()

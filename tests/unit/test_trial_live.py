@@ -165,7 +165,7 @@ def test_waiting_follows_the_job(run: RunBuilder, tmp_path: Path) -> None:
     with pytest.raises(errors.WaitTimeout, match="step 11") as caught:
         trial.wait_for_steps([11], timeout_s=0.3)
     assert isinstance(caught.value, TimeoutError)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 25, "it is given 0.3 s, the others 30"
     timer = threading.Timer(0.3, rank.end)
     timer.start()
     try:

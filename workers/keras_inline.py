@@ -24,7 +24,7 @@ import tensorflow as tf
 
 from smdist.planning import Planner, StepPlan
 from smdist.workers.keras_functions import sow
-from smdist.workers.keras_names import Names
+from smdist.workers.keras_names import Names, all_optimizers
 from smdist.workers.keras_taps import Taps, Wants, covers, dense, of_stage
 from smdist.workers.mishaps import Mishaps
 from smdist.workers.tf_aside import tell_when
@@ -155,7 +155,7 @@ class Inline:
             # The last trace, of the same step, may have made variables.
             names = recording.names(self._model, anew=True)
             wants = recording.wants_anywhere(names, self._kind)
-            optimizers = recording.optimizers_of(self._model)
+            optimizers = all_optimizers(self._model, recording.optimizers)
             begun = self._ask(owner, names, data)
         except Exception as error:  # noqa: BLE001 (the policy decides)
             owner.mishaps.handle(error, f"tracing the {self._kind} step of {self._model.name}")
@@ -164,7 +164,7 @@ class Inline:
         return Taps(names, wants, owner.mishaps), optimizers, begun
 
     def _ask(self, owner: Owner, names: Names, data: Any) -> Any:
-        found = [*names.variables, *owner.recording.optimizer_variables(names, self._kind)]
+        found = owner.recording.variables(names, self._kind)
         variables = [named for named in found if owner.planner.wanted_anywhere(named.name)]
         described = [named.name for named in variables]
         self._untold |= {named.name for named in found} - set(described)

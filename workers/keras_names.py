@@ -21,7 +21,15 @@ import tensorflow as tf
 
 from smdist.workers.tf_host import is_variable, tf_variable
 
-__all__ = ["LooseNames", "NamedVariable", "Names", "gradient_name", "unique", "weight_name"]
+__all__ = [
+    "LooseNames",
+    "NamedVariable",
+    "Names",
+    "all_optimizers",
+    "gradient_name",
+    "unique",
+    "weight_name",
+]
 
 _NOT_SLOTS = ("_variables", "variables", "_trainable_variables")
 
@@ -191,6 +199,12 @@ class LooseNames:
                 self.numbered.append(found)
             self._known[id(variable)] = variable, found
         return [self._known[id(variable)][1] for variable in variables]
+
+
+def all_optimizers(model: Any, wrapped: Iterable[Any]) -> list[Any]:
+    """The model's own comes first: it keeps its names, whatever is wrapped besides."""
+    found = [getattr(model, "optimizer", None), *wrapped]
+    return list({id(o): o for o in found if o is not None}.values())
 
 
 def _all_of(optimizer: Any) -> list[Any]:

@@ -36,7 +36,7 @@ from smdist.workers.steps import StepClock
 
 if TYPE_CHECKING:
     from smdist.workers.keras_inline import Inline
-    from smdist.workers.keras_recording import Recording
+    from smdist.workers.keras_inside import Inside
 
 __all__ = ["MODES", "Phase", "is_tuned", "one_by_one", "steps_per_execution"]
 
@@ -46,7 +46,7 @@ MODES = {"train": ModeKeys.TRAIN, "test": ModeKeys.EVAL, "predict": ModeKeys.PRE
 class Phase:
     def __init__(
         self,
-        recording: Recording,
+        inside: Inside,
         clock: StepClock,
         model: Any,
         kind: str,
@@ -64,7 +64,8 @@ class Phase:
         self.model, self.kind, self.below = model, kind, below
         self.inline, self._whole = inline, whole
         self.running = False  # tapes within it begin no steps
-        self.recording, self._clock, self._mode = recording, clock, MODES[kind]
+        self.inside, self.recording = inside, inside.recording
+        self._clock, self._mode = clock, MODES[kind]
         self._strange = strange
         self._eager = bool(model.run_eagerly)
         self._tuned = is_tuned(model)
@@ -145,7 +146,7 @@ class Phase:
         if due and (self.inline is not None or not self._whole):
             return self._from_inside(source, steps)
         if not self._eager and self.inline is None and self._whole:
-            recording.keep_to_one(self, source, [phase.recording for phase in self._lower()])
+            self.inside.keep_to_one(self, source, [phase.inside for phase in self._lower()])
         several = steps > 1 or self._tuned
         if self._eager or (due and several):
             others = self._others()
@@ -193,9 +194,9 @@ class Phase:
         try:
             for phase in phases:
                 phase.running = True
-                phase.recording.build(self.model, batch)
+                phase.inside.build(self.model, batch)
                 phase.recording.begin()
-            result = self.recording.run(self, batch, [other.recording for other in others])
+            result = self.inside.run(self, batch, [other.inside for other in others])
             for phase in phases:
                 phase.recording.save_results(self.kind, result)
                 phase.recording.close()

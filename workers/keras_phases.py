@@ -9,6 +9,7 @@ from smdist.identity import ModeKeys
 from smdist.planning import Planner
 from smdist.workers import horovod
 from smdist.workers.keras_inline import Inline, Owner
+from smdist.workers.keras_inside import Inside
 from smdist.workers.keras_phase import Phase, is_tuned, steps_per_execution
 from smdist.workers.keras_random import note_turn, turn_after
 from smdist.workers.keras_recording import Recording
@@ -30,6 +31,7 @@ class Phases:
         self, recording: Recording, clock: StepClock, planner: Planner, mishaps: Mishaps
     ) -> None:
         self._recording, self._clock = recording, clock
+        self._inside = Inside(recording, mishaps)
         self._planner, self._mishaps = planner, mishaps
         self._phases: list[Phase] = []
 
@@ -100,7 +102,7 @@ class Phases:
         if _function(model, kind) is None:
             _make(model, kind)
         phase = Phase(
-            self._recording,
+            self._inside,
             self._clock,
             model,
             kind,
@@ -174,6 +176,7 @@ class Phases:
         for known in self._recording.models:
             for inline in known.inlines.values():
                 inline.let_go()
+        self._inside.uninstall()
 
 
 def _standing(model: Any, kind: str) -> Iterator[Phase]:

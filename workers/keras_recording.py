@@ -1,10 +1,13 @@
-"""What a Keras hook does with the models it sees: which step is which, and what is captured of it."""
+"""What a Keras hook does with the models it sees: which step is which, and what is captured of it.
+
+The functions that let the inside of a step be seen are those of `Inside`.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,22 +17,10 @@ from smdist.collection import CollectionKeys
 from smdist.config import CollectionManager
 from smdist.identity import ModeKeys
 from smdist.planning import Planner, StepPlan
-from smdist.workers.keras_functions import StepFunction, build_by_tracing, only_says_built
 from smdist.workers.keras_known import Models
 from smdist.workers.keras_lanes import Lanes
-from smdist.workers.keras_names import NamedVariable, Names
-from smdist.workers.keras_phase import Phase
-from smdist.workers.keras_random import OneFunction, draws, example, turn_after
-from smdist.workers.keras_taps import (
-    NOTHING,
-    Anywhere,
-    Taps,
-    Wants,
-    at_stage,
-    of_stage,
-    union,
-    wants_of,
-)
+from smdist.workers.keras_names import NamedVariable, Names, all_optimizers
+from smdist.workers.keras_taps import NOTHING, Anywhere, Wants, at_stage, of_stage, wants_of
 from smdist.workers.mishaps import Mishaps
 from smdist.workers.recorder import Recorder
 from smdist.workers.steps import StepClock
@@ -61,7 +52,6 @@ class Recording:
         self.lanes = Lanes(recorder, mishaps.trouble)
         self._recorder = recorder
         self.optimizers: list[Any] = []  # besides the model's own
-        self._beside: Sequence[Recording] = ()  # of other hooks that look into the same step
         self.models = Models()
         self._model: Any = None  # of the phase that runs
         self._registered: Any = None
@@ -121,9 +111,8 @@ class Recording:
             names = self.names(model)
             if any(self.wants(plan, names)):
                 return False
-            return not any(
-                plan.wants(named.name) is not None for named in self._all_variables(names)
-            )
+            variables = self.variables(names, self._kind)
+            return not any(plan.wants(named.name) is not None for named in variables)
         except Exception as error:  # noqa: BLE001 (the policy decides)
             self._mishaps.handle(error, "looking at the model")
             return True
@@ -133,31 +122,7 @@ class Recording:
         """Of the coming step, which is due."""
         return self._planner.at(self._clock.mode, self._clock.mode_step + 1)
 
-    def build(self, model: Any, batch: Any) -> None:
-        """Make the weights of a model that gets them with its first batch: they are those that its
-        first step starts with."""
-        if model.built:
-            self._complete(model, batch)
-            return
-        try:
-            inputs = _inputs(batch)
-            try:
-                build_by_tracing(model, inputs)
-            except Exception:  # noqa: BLE001 (there are models that can only be run)
-                _run_once(model, inputs)
-        except Exception as error:  # noqa: BLE001 (the step itself will tell)
-            self._mishaps.trouble(f"the weights of {model.name} before its first step: {error}")
-
-    def _complete(self, model: Any, like: Any) -> None:
-        """The same for one that is only marked as built. It may as well be one that is never called,
-        whose layers are: then they get their variables in its first step."""
-        known = self.models.known(model)
-        if known.completed:
-            return
-        known.completed = True
-        with suppress(Exception):
-            if not set(self._planner.active()) <= _RESULTS and only_says_built(model):
-                build_by_tracing(model, _inputs(like))
+    # -- variables ----------------------------------------------------------------------------
 
     @contextmanager
     def without_variables(self) -> Iterator[None]:
@@ -173,129 +138,41 @@ class Recording:
         plan = self._recorder.plan
         if model is None or plan is None or not model.built:
             return
-        names = self.names(model)
-        named = [n for n in self._all_variables(names) if plan.wants(n.name) is not None]
+        variables = self.variables(self.names(model), self._kind)
+        named = [n for n in variables if plan.wants(n.name) is not None]
         strategy = model.distribute_strategy
         values = [strategy.experimental_local_results(tf_variable(n.variable)) for n in named]
         self.lanes.offer(tuple(n.name for n in named), values, array_of)
 
-    def _all_variables(self, names: Names) -> list[NamedVariable]:
-        kind = "train" if self._clock.mode is ModeKeys.TRAIN else "other"
-        return [*names.variables, *self.optimizer_variables(names, kind)]
+    def variables(self, names: Names, kind: str) -> list[NamedVariable]:
+        """Of the model, and in steps of training of its optimizers."""
+        if kind != "train":
+            return names.variables
+        kept = names.variables_of(all_optimizers(names.model, self.optimizers))
+        return [*names.variables, *kept]
 
-    def optimizer_variables(self, names: Names, kind: str) -> list[NamedVariable]:
-        return (
-            names.variables_of(_optimizers(names.model, self.optimizers)) if kind == "train" else []
-        )
+    @property
+    def _kind(self) -> str:
+        return "train" if self._clock.mode is ModeKeys.TRAIN else "other"
 
-    # -- the inside of a step -----------------------------------------------------------------
+    # -- wants --------------------------------------------------------------------------------
 
-    def run(self, phase: Phase, batch: Any, others: Sequence[Recording] = ()) -> Any:
-        """The step that has begun, here and for `others`: once, as a function that tells what any of
-        them wants of its inside."""
-        everybody = [self, *others]
-        wanted = [wants for one in everybody if any(wants := one._inside(phase.model))]
-        self._beside = others
-        result, seen = self._step(phase, batch, wanted)
-        if wanted:
-            for one in everybody:  # its plan says what of it is wanted
-                one._save(of_stage(seen, one.synced))
-        return result
+    @property
+    def only_results(self) -> bool:
+        """Is nothing wanted but what Keras returns?"""
+        return set(self._planner.active()) <= _RESULTS
 
-    def _step(
-        self, phase: Phase, batch: Any, wanted: list[Wants]
-    ) -> tuple[Any, dict[str, tuple[Any, ...]]]:
-        if isinstance(phase.original, OneFunction):
-            return phase.original.step(batch)
-        if not wanted:
-            return self._own(phase, None)(batch)
-        function = self._own(phase, union(wanted))
-        try:
-            return function(batch)
-        except Exception as error:
-            if function.traced or function.eager:
-                raise
-            # Nothing has run yet. Is it the step itself that cannot be traced, or our part in it?
-            found = self._own(phase, None)(batch)
-            self._cannot_look(error, phase)
-            return found
-
-    def _cannot_look(self, error: Exception, phase: Phase) -> None:
-        for one in (self, *self._beside):
-            one._mishaps.handle(error, f"looking into the {phase.kind} step of {phase.model.name}")
-
-    def _inside(self, model: Any) -> Wants:
+    def wants_now(self, model: Any) -> Wants:
+        """What the step that has begun is to tell of its inside."""
         plan = self._recorder.plan
         return NOTHING if plan is None else self.wants(plan, self.names(model))
 
-    def _save(self, seen: dict[str, tuple[Any, ...]]) -> None:
-        try:
-            self.lanes.offer(tuple(seen), list(seen.values()), array_of)
-        except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._mishaps.handle(error, f"step {self._clock.step}")
-
-    def _own(self, phase: Phase, wants: Wants | None) -> StepFunction:
-        model, key = phase.model, (phase.kind, wants)
-        functions = self.models.known(model).functions
-        basis, function = functions.get(key, (None, None))
-        # Keras makes its function anew when the model is compiled again, and so do we.
-        if function is None or basis is not phase.original:
-            taps = None
-            if wants is not None:
-                taps = Taps(self.names(model), wants, self._mishaps)
-            function = StepFunction(
-                model,
-                phase.kind,
-                taps,
-                lambda: self.optimizers_of(model),
-                turn_after(phase.original),
-            )
-            functions[key] = phase.original, function
-        return function
-
-    # -- random numbers -----------------------------------------------------------------------
-
-    def keep_to_one(self, phase: Phase, source: Any, others: Sequence[Recording]) -> None:
-        """Before the first step of a phase: if its step draws random numbers, all steps are to run
-        through one function. Nothing is run to find out."""
-        examined = self.models.known(phase.model).examined
-        if examined.get(phase.kind) is phase.original:
-            return
-        try:
-            self._examine(phase, source, others)
-        except Exception as error:  # noqa: BLE001 (the step itself will tell)
-            self._mishaps.trouble(
-                f"whether {phase.model.name} draws random numbers is not known: {error}"
-            )
-        examined[phase.kind] = phase.original
-
-    def _examine(self, phase: Phase, source: Any, others: Sequence[Recording]) -> None:
-        model, kind, like = phase.model, phase.kind, example(source)
-        if like is None:
-            return
-        if not model.built:
-            if set(self._planner.active()) <= _RESULTS:
-                return
-            build_by_tracing(model, _inputs(like))
-        else:
-            self._complete(model, like)
-        found = [one._may_want(model, kind) for one in (self, *others)]
-        wanted = [wants for wants in found if wants is not None]
-        if not wanted:
-            return
-        wants = union(wanted)
-        if isinstance(phase.original, OneFunction) and phase.original.covers(wants):
-            return
-        self._beside = others
-        function = self._own(phase, wants if any(wants) else None)
-        if not draws(function.trace(like)):
-            return
-
-        def plain(error: Exception) -> StepFunction:
-            self._cannot_look(error, phase)
-            return self._own(phase, None)
-
-        phase.original = OneFunction(model, kind, function, wants, plain)
+    def wants(self, plan: StepPlan, names: Names) -> Wants:
+        wants = self.models.known(names.model).wants
+        found = wants.get(plan)
+        if found is None:
+            found = wants[plan] = at_stage(wants_of(plan, names), self.synced)
+        return found
 
     def wants_anywhere(self, names: Names, kind: str) -> Wants:
         """What any step may have to tell of its inside."""
@@ -304,23 +181,20 @@ class Recording:
             wants = wants._replace(gradients=frozenset(), synced=frozenset())
         return wants
 
+    def may_want(self, model: Any, kind: str) -> Wants | None:
+        """The same; None if no step runs as a function of ours."""
+        names = self.names(model)
+        wants = self.wants_anywhere(names, kind)
+        variables = self.variables(names, kind)
+        if any(wants) or any(self._planner.wanted_anywhere(v.name) for v in variables):
+            return wants
+        return None
+
     def may_want_gradients(self, model: Any) -> bool:
         if not model.built:
             return CollectionKeys.GRADIENTS in self._planner.active()
         wants = self.wants_anywhere(self.names(model), "train")
         return bool(wants.gradients or wants.synced)
-
-    def _may_want(self, model: Any, kind: str) -> Wants | None:
-        """The same; None if no step runs as a function of ours."""
-        names = self.names(model)
-        wants = self.wants_anywhere(names, kind)
-        variables = [*names.variables, *self.optimizer_variables(names, kind)]
-        if any(wants) or any(self._planner.wanted_anywhere(v.name) for v in variables):
-            return wants
-        return None
-
-    def optimizers_of(self, model: Any) -> list[Any]:
-        return _optimizers(model, (o for one in (self, *self._beside) for o in one.optimizers))
 
     @property
     def traces(self) -> int:
@@ -330,6 +204,14 @@ class Recording:
         )
 
     # -- results ------------------------------------------------------------------------------
+
+    def save_seen(self, seen: dict[str, tuple[Any, ...]]) -> None:
+        """What taps saw of the step, for all hooks; the plan says what of it is wanted."""
+        try:
+            found = of_stage(seen, self.synced)
+            self.lanes.offer(tuple(found), list(found.values()), array_of)
+        except Exception as error:  # noqa: BLE001 (the policy decides)
+            self._mishaps.handle(error, f"step {self._clock.step}")
 
     def save_results(self, kind: str, result: Any) -> None:
         """Losses and metrics, as Keras returns them for a step."""
@@ -363,13 +245,6 @@ class Recording:
         names.looked_at = now
         return names
 
-    def wants(self, plan: StepPlan, names: Names) -> Wants:
-        wants = self.models.known(names.model).wants
-        found = wants.get(plan)
-        if found is None:
-            found = wants[plan] = at_stage(wants_of(plan, names), self.synced)
-        return found
-
     def bind(self) -> None:
         """Answer collections that asked for a layer's tensors or for a variable."""
         for collection in self._manager.get_collections().values():
@@ -392,27 +267,7 @@ class Recording:
     def uninstall(self) -> None:
         self.models.clear()
         self.optimizers.clear()
-        self._beside = ()
         self._model = self._registered = None
-
-
-def _optimizers(model: Any, wrapped: Iterable[Any]) -> list[Any]:
-    """The model's own comes first: it keeps its names, whatever is wrapped besides."""
-    found = [getattr(model, "optimizer", None), *wrapped]
-    return list({id(o): o for o in found if o is not None}.values())
-
-
-def _inputs(batch: Any) -> Any:
-    return batch[0] if isinstance(batch, tuple) else batch
-
-
-def _run_once(model: Any, inputs: Any) -> None:
-    strategy = model.distribute_strategy
-    one = tf.nest.map_structure(
-        lambda value: strategy.experimental_local_results(value)[0][:1], inputs
-    )
-    with strategy.scope():
-        model(one)
 
 
 def _patterns(names: Names, target: Any, inputs: bool, outputs: bool) -> list[str]:

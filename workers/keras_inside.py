@@ -1,0 +1,179 @@
+"""The inside of a step: the functions of ours that run it, and what they are made from.
+
+A step whose inside is wanted runs as a function of ours, which tells of it. That is traced once for
+everything that is wanted of it; where a step draws random numbers, all steps run through one (see
+`OneFunction`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from smdist.workers.keras_functions import StepFunction, build_by_tracing, only_says_built
+from smdist.workers.keras_names import all_optimizers
+from smdist.workers.keras_random import OneFunction, draws, example, turn_after
+from smdist.workers.keras_recording import Recording
+from smdist.workers.keras_taps import Taps, Wants, union
+from smdist.workers.mishaps import Mishaps
+
+if TYPE_CHECKING:
+    from smdist.workers.keras_phase import Phase
+
+__all__ = ["Inside"]
+
+
+class Inside:
+    def __init__(self, recording: Recording, mishaps: Mishaps) -> None:
+        self.recording, self._mishaps = recording, mishaps
+        self._beside: Sequence[Inside] = ()  # of other hooks that look into the same step
+
+    def uninstall(self) -> None:
+        self._beside = ()
+
+    # -- steps --------------------------------------------------------------------------------
+
+    def run(self, phase: Phase, batch: Any, others: Sequence[Inside] = ()) -> Any:
+        """The step that has begun, here and for `others`: once, as a function that tells what any of
+        them wants of its inside."""
+        everybody = [one.recording for one in (self, *others)]
+        wanted = [wants for one in everybody if any(wants := one.wants_now(phase.model))]
+        self._beside = others
+        result, seen = self._step(phase, batch, wanted)
+        if wanted:
+            for one in everybody:
+                one.save_seen(seen)
+        return result
+
+    def _step(
+        self, phase: Phase, batch: Any, wanted: list[Wants]
+    ) -> tuple[Any, dict[str, tuple[Any, ...]]]:
+        if isinstance(phase.original, OneFunction):
+            return phase.original.step(batch)
+        if not wanted:
+            return self._own(phase, None)(batch)
+        function = self._own(phase, union(wanted))
+        try:
+            return function(batch)
+        except Exception as error:
+            if function.traced or function.eager:
+                raise
+            # Nothing has run yet. Is it the step itself that cannot be traced, or our part in it?
+            found = self._own(phase, None)(batch)
+            self._cannot_look(error, phase)
+            return found
+
+    def _cannot_look(self, error: Exception, phase: Phase) -> None:
+        for one in (self, *self._beside):
+            one._mishaps.handle(error, f"looking into the {phase.kind} step of {phase.model.name}")
+
+    def _own(self, phase: Phase, wants: Wants | None) -> StepFunction:
+        model, key = phase.model, (phase.kind, wants)
+        functions = self.recording.models.known(model).functions
+        basis, function = functions.get(key, (None, None))
+        # Keras makes its function anew when the model is compiled again, and so do we.
+        if function is None or basis is not phase.original:
+            taps = None
+            if wants is not None:
+                taps = Taps(self.recording.names(model), wants, self._mishaps)
+            function = StepFunction(
+                model,
+                phase.kind,
+                taps,
+                lambda: self._optimizers_of(model),
+                turn_after(phase.original),
+            )
+            functions[key] = phase.original, function
+        return function
+
+    def _optimizers_of(self, model: Any) -> list[Any]:
+        everybody = (self, *self._beside)
+        return all_optimizers(model, (o for one in everybody for o in one.recording.optimizers))
+
+    # -- random numbers -----------------------------------------------------------------------
+
+    def keep_to_one(self, phase: Phase, source: Any, others: Sequence[Inside]) -> None:
+        """Before the first step of a phase: if its step draws random numbers, all steps are to run
+        through one function. Nothing is run to find out."""
+        examined = self.recording.models.known(phase.model).examined
+        if examined.get(phase.kind) is phase.original:
+            return
+        try:
+            self._examine(phase, source, others)
+        except Exception as error:  # noqa: BLE001 (the step itself will tell)
+            self._mishaps.trouble(
+                f"whether {phase.model.name} draws random numbers is not known: {error}"
+            )
+        examined[phase.kind] = phase.original
+
+    def _examine(self, phase: Phase, source: Any, others: Sequence[Inside]) -> None:
+        model, kind, like = phase.model, phase.kind, example(source)
+        if like is None:
+            return
+        if not model.built:
+            if self.recording.only_results:
+                return
+            build_by_tracing(model, _inputs(like))
+        else:
+            self._complete(model, like)
+        found = [one.recording.may_want(model, kind) for one in (self, *others)]
+        wanted = [wants for wants in found if wants is not None]
+        if not wanted:
+            return
+        wants = union(wanted)
+        if isinstance(phase.original, OneFunction) and phase.original.covers(wants):
+            return
+        self._beside = others
+        function = self._own(phase, wants if any(wants) else None)
+        if not draws(function.trace(like)):
+            return
+
+        def plain(error: Exception) -> StepFunction:
+            self._cannot_look(error, phase)
+            return self._own(phase, None)
+
+        phase.original = OneFunction(model, kind, function, wants, plain)
+
+    # -- models without variables -------------------------------------------------------------
+
+    def build(self, model: Any, batch: Any) -> None:
+        """Make the weights of a model that gets them with its first batch: they are those that its
+        first step starts with."""
+        if model.built:
+            self._complete(model, batch)
+            return
+        try:
+            inputs = _inputs(batch)
+            try:
+                build_by_tracing(model, inputs)
+            except Exception:  # noqa: BLE001 (there are models that can only be run)
+                _run_once(model, inputs)
+        except Exception as error:  # noqa: BLE001 (the step itself will tell)
+            self._mishaps.trouble(f"the weights of {model.name} before its first step: {error}")
+
+    def _complete(self, model: Any, like: Any) -> None:
+        """The same for one that is only marked as built. It may as well be one that is never called,
+        whose layers are: then they get their variables in its first step."""
+        known = self.recording.models.known(model)
+        if known.completed:
+            return
+        known.completed = True
+        with suppress(Exception):
+            if not self.recording.only_results and only_says_built(model):
+                build_by_tracing(model, _inputs(like))
+
+
+def _inputs(batch: Any) -> Any:
+    return batch[0] if isinstance(batch, tuple) else batch
+
+
+def _run_once(model: Any, inputs: Any) -> None:
+    strategy = model.distribute_strategy
+    one = tf.nest.map_structure(
+        lambda value: strategy.experimental_local_results(value)[0][:1], inputs
+    )
+    with strategy.scope():
+        model(one)

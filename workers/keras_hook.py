@@ -30,6 +30,7 @@ from smdist.workers.keras_recording import Recording
 from smdist.workers.keras_tape import Tapes
 from smdist.workers.outlet import Outlet
 from smdist.workers.recorder import Recorder
+from smdist.workers.steps import AT_ONCE
 from smdist.workers.tf_base import TensorflowHook
 from smdist.workers.tf_host import array_of, is_layer, is_variable, reading, unconverted
 from smdist.workers.whereabouts import Whereabouts
@@ -254,6 +255,8 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
         self._recording.uninstall()
 
     def flush(self, timeout: float | None = None) -> bool:
+        if self._outlet.interrupted or self._recording.lanes.interrupted:
+            return False
         done = super().flush(timeout)
         limit = self._close_timeout_s if timeout is None else timeout
         for lane in self._recording.lanes.others:
@@ -267,11 +270,23 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
         super().after_fork()
 
     def _end(self, reason: str, timeout: float | None = None) -> None:
-        others = list(self._recording.lanes.others)
-        limit = self._close_timeout_s if timeout is None else timeout
-        super()._end(reason, timeout)
+        if self._recording.lanes.interrupted:  # none of them can be closed within its own save
+            self._postponed, self._clock.due = (reason, timeout), AT_ONCE
+        elif self._active:
+            super()._end(reason, timeout)
+        else:  # the first may have retired without the others
+            self._close_lanes(reason, self._close_timeout_s if timeout is None else timeout)
+
+    def _let_go(self, reason: str, timeout_s: float) -> str:
+        try:
+            return super()._let_go(reason, timeout_s)
+        finally:
+            self._close_lanes(reason, timeout_s)
+
+    def _close_lanes(self, reason: str, timeout_s: float) -> None:
+        others = tuple(self._recording.lanes.others)
         self._recording.lanes.others.clear()
         for lane in others:
-            left = lane.outlet.close(reason, limit)
+            left = lane.outlet.close(reason, timeout_s)
             if left:
                 self._mishaps.trouble(left)

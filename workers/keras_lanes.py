@@ -55,6 +55,11 @@ class Lanes:
         self.replica = 0  # that `first` records
         self.others: list[Lane] = []
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether who asks is a signal handler in the middle of a save of another than the first."""
+        return any(lane.outlet.interrupted for lane in self.others)
+
     def begin(self) -> None:
         ref, plan = self.first.ref, self.first.plan
         if ref is not None and plan is not None:

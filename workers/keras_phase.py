@@ -221,14 +221,25 @@ class Phase:
         """How many steps there were, where Keras itself counts them."""
         counter: Any = getattr(self.model, f"_{self.kind}_counter", None)
         if counter is None and self.kind == "train" and self.model.optimizer is not None:
-            counter = self.model.optimizer.iterations
+            counter = _updates(self.model.optimizer)
         return None if counter is None else int(counter.numpy())
 
     def _since(self, before: int | None, source: Any, steps: int) -> int:
         now = self._counted()
-        if before is None or now is None:
-            return len(source) if isinstance(source, list) else steps
-        return max(now - before, 0)
+        counted = 0 if before is None or now is None else now - before
+        if counted > 0:
+            # A step may update several times. How many steps were asked for may have changed.
+            return counted if self._tuned else min(counted, steps)
+        return len(source) if isinstance(source, list) else steps
+
+
+def _updates(optimizer: Any) -> Any:
+    """Counts all of them: `iterations` leaves out those that only accumulate gradients. It stands
+    still where a model has optimizers of its own."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    optimizer = optimizer if inner is None else inner
+    counter = getattr(optimizer, "_iterations", None)
+    return optimizer.iterations if counter is None else counter
 
 
 def one_by_one(kind: str, source: Any, steps: int, run: Callable[[Any], Any]) -> Any:

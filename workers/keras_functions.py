@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import tensorflow as tf
@@ -42,13 +42,13 @@ class StepFunction:
         model: Any,
         phase: str,
         taps: Taps | None,
-        optimizers: Callable[[], list[Any]],
+        optimizers: Sequence[Any] = (),
         turn: int = 0,
     ) -> None:
-        """`turn`: how many functions ran these steps before, and drew random numbers from the same
-        seeds."""
-        self.turn = turn
-        self._model, self._phase, self._taps, self._optimizers = model, phase, taps, optimizers
+        """`optimizers`: those whose gradients are seen. `turn`: how many functions ran these
+        steps before, and drew random numbers from the same seeds."""
+        self.optimizers, self.turn = list(optimizers), turn
+        self._model, self._phase, self._taps = model, phase, taps
         self._reduce = _reducer(model)
         self.eager = bool(model.run_eagerly)
         self.traced = False  # has run once
@@ -86,7 +86,7 @@ class StepFunction:
         if self._taps is None:
             outputs, seen = strategy.run(step, args=(data,))
         else:
-            with self._taps.installed(self._optimizers()):
+            with self._taps.installed(self.optimizers):
                 outputs, seen = strategy.run(step, args=(data,))
         return self._reduced(outputs), self._local(seen)
 

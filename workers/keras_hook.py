@@ -147,8 +147,8 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
         """
         if not hasattr(optimizer, "apply_gradients"):
             raise ConfigurationError(f"wrap_optimizer takes an optimizer, not {optimizer!r}")
-        if self._active and all(known is not optimizer for known in self._recording.optimizers):
-            self._recording.optimizers.append(optimizer)
+        if self._active:
+            self._recording.wrap(optimizer)
         return optimizer
 
     def register_model(self, model: Any) -> None:

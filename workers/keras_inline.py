@@ -69,6 +69,7 @@ class Inline:
         self.function, self._turn = function, turn
         self._wants: Wants | None = None  # what every trace of it tells
         self._untold: set[str] = set()  # variables that a trace of it leaves out
+        self._optimizers: list[Any] = []  # that its last trace looked at
 
     # -- around a call of the function --------------------------------------------------------
 
@@ -88,6 +89,10 @@ class Inline:
     def _check(self, owner: Owner, told: Wants) -> None:
         """Can the function tell what is wanted of the coming step? A plan is another one when the
         configuration has changed."""
+        optimizers = self._looked_at(owner)
+        if list(map(id, optimizers)) != list(map(id, self._optimizers)):
+            owner.renew()
+            return
         plan = owner.recording.coming_plan
         if plan in self._checked:
             return
@@ -95,6 +100,10 @@ class Inline:
         asked = owner.recording.wants(plan, owner.recording.names(self._model))
         if not covers(told, asked) or any(plan.wants(n) is not None for n in self._untold):
             owner.renew()
+
+    def _looked_at(self, owner: Owner) -> list[Any]:
+        wrapped = owner.recording.optimizers
+        return all_optimizers(self._model, wrapped) if self._kind == "train" else []
 
     def missed(self) -> None:
         """A step that was due did not tell of itself."""
@@ -128,6 +137,7 @@ class Inline:
         """The hook is closed. Keras' function asks on, and holds what it asks, but not the hook."""
         self._owner = None
         self._checked.clear()
+        self._optimizers = []
 
     def _around(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def step(data: Any) -> Any:
@@ -155,12 +165,13 @@ class Inline:
             # The last trace, of the same step, may have made variables.
             names = recording.names(self._model, anew=True)
             wants = recording.wants_anywhere(names, self._kind)
-            optimizers = all_optimizers(self._model, recording.optimizers)
+            optimizers = self._looked_at(owner)
             begun = self._ask(owner, names, data)
         except Exception as error:  # noqa: BLE001 (the policy decides)
             owner.mishaps.handle(error, f"tracing the {self._kind} step of {self._model.name}")
             return None, [], None
         self._wants = wants if self._wants is None else _common(wants, self._wants)
+        self._optimizers = optimizers
         return Taps(names, wants, owner.mishaps), optimizers, begun
 
     def _ask(self, owner: Owner, names: Names, data: Any) -> Any:

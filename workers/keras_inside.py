@@ -71,7 +71,8 @@ class Inside:
             one._mishaps.handle(error, f"looking into the {phase.kind} step of {phase.model.name}")
 
     def _own(self, phase: Phase, wants: Wants | None) -> StepFunction:
-        model, key = phase.model, (phase.kind, wants)
+        model, optimizers = phase.model, self._looked_at(phase.model, wants)
+        key = phase.kind, wants, tuple(map(id, optimizers))
         functions = self.recording.models.known(model).functions
         basis, function = functions.get(key, (None, None))
         # Keras makes its function anew when the model is compiled again, and so do we.
@@ -79,17 +80,15 @@ class Inside:
             taps = None
             if wants is not None:
                 taps = Taps(self.recording.names(model), wants, self._mishaps)
-            function = StepFunction(
-                model,
-                phase.kind,
-                taps,
-                lambda: self._optimizers_of(model),
-                turn_after(phase.original),
-            )
+            turn = turn_after(phase.original)
+            function = StepFunction(model, phase.kind, taps, optimizers, turn)
             functions[key] = phase.original, function
         return function
 
-    def _optimizers_of(self, model: Any) -> list[Any]:
+    def _looked_at(self, model: Any, wants: Wants | None) -> list[Any]:
+        """Optimizers whose gradients are wanted."""
+        if wants is None or not (wants.gradients or wants.synced):
+            return []
         everybody = (self, *self._beside)
         return all_optimizers(model, (o for one in everybody for o in one.recording.optimizers))
 
@@ -99,7 +98,8 @@ class Inside:
         """Before the first step of a phase: if its step draws random numbers, all steps are to run
         through one function. Nothing is run to find out."""
         examined = self.recording.models.known(phase.model).examined
-        if examined.get(phase.kind) is phase.original:
+        states = tuple(one.recording.state for one in (self, *others))
+        if examined.get(phase.kind) == (phase.original, states):
             return
         try:
             self._examine(phase, source, others)
@@ -107,7 +107,7 @@ class Inside:
             self._mishaps.trouble(
                 f"whether {phase.model.name} draws random numbers is not known: {error}"
             )
-        examined[phase.kind] = phase.original
+        examined[phase.kind] = phase.original, states
 
     def _examine(self, phase: Phase, source: Any, others: Sequence[Inside]) -> None:
         model, kind, like = phase.model, phase.kind, example(source)
@@ -124,9 +124,10 @@ class Inside:
         if not wanted:
             return
         wants = union(wanted)
-        if isinstance(phase.original, OneFunction) and phase.original.covers(wants):
-            return
         self._beside = others
+        looked_at = self._looked_at(model, wants)
+        if isinstance(phase.original, OneFunction) and phase.original.covers(wants, looked_at):
+            return
         function = self._own(phase, wants if any(wants) else None)
         if not draws(function.trace(like)):
             return

@@ -31,8 +31,13 @@ class Known:
         self.names: Names | None = None
         self.completed = False  # was it made to have the variables that it says it has?
         self.wants: dict[StepPlan, Wants] = {}
-        self.functions: dict[tuple[str, Wants | None], tuple[Any, StepFunction]] = {}
-        self.examined: dict[str, Any] = {}  # functions of Keras, or in their place
+        # Of a kind of step: what is told of it, and the optimizers that are looked at, by `id`. It is
+        # their own while the function holds them.
+        self.functions: dict[
+            tuple[str, Wants | None, tuple[int, ...]], tuple[Any, StepFunction]
+        ] = {}
+        # Functions of Keras, or in their place, and the states of the hooks that asked.
+        self.examined: dict[str, tuple[Any, tuple[int, ...]]] = {}
         self.inlines: dict[str, Inline] = {}
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:

@@ -50,8 +50,10 @@ class OneFunction:
             self.function, self._wants = self._plain(error), NOTHING  # nothing has run yet
             return self.function(batch)
 
-    def covers(self, wants: Wants) -> bool:
-        return covers(self._wants, wants)
+    def covers(self, wants: Wants, optimizers: list[Any]) -> bool:
+        """Does it tell all that, of the gradients of these?"""
+        seen = {id(optimizer) for optimizer in self.function.optimizers}
+        return covers(self._wants, wants) and seen.issuperset(map(id, optimizers))
 
 
 def example(source: Any) -> Any:

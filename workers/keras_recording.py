@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ __all__ = ["Recording"]
 
 _RESULTS = {CollectionKeys.LOSSES, CollectionKeys.METRICS, CollectionKeys.SM_METRICS}
 _LOSSES = ("loss", "val_loss")
+_states = count()
 
 
 class Recording:
@@ -52,6 +54,7 @@ class Recording:
         self.lanes = Lanes(recorder, mishaps.trouble)
         self._recorder = recorder
         self.optimizers: list[Any] = []  # besides the model's own
+        self.state = next(_states)  # changes with what may be wanted; no other hook ever has it
         self.models = Models()
         self._model: Any = None  # of the phase that runs
         self._registered: Any = None
@@ -257,11 +260,16 @@ class Recording:
 
     # -- changes and end ----------------------------------------------------------------------
 
+    def wrap(self, optimizer: Any) -> None:
+        if all(known is not optimizer for known in self.optimizers):
+            self.optimizers.append(optimizer)
+            self.state = next(_states)
+
     def forget(self) -> None:
         """The configuration changed."""
         for known in self.models:
             known.wants.clear()
-            known.examined.clear()
+        self.state = next(_states)
         self.lanes.forget()
 
     def uninstall(self) -> None:

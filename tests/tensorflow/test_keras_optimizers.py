@@ -100,14 +100,17 @@ def test_gradients_are_not_scaled(tmp_path: Path) -> None:
 class Parts(tf.keras.Model):  # type: ignore[misc]
     """Its optimizers are its own, one for each layer; the one that Keras knows of trains nothing."""
 
-    def __init__(self, *optimizers: Any) -> None:
+    def __init__(self, *optimizers: Any, noisy: bool = False) -> None:
         super().__init__(name="parts")
+        self.noisy = noisy
         self.hidden = tf.keras.layers.Dense(5, name="hidden")
         self.top = tf.keras.layers.Dense(2, name="top")
         self.mine = optimizers
         self(np.zeros((1, 3), np.float32))
 
     def call(self, x: Any) -> Any:
+        if self.noisy:
+            x = x * tf.random.normal(tf.shape(x))
         return self.top(self.hidden(x))
 
     def train_step(self, data: Any) -> Any:
@@ -167,3 +170,69 @@ def test_nothing_is_missed_of_a_model_that_is_frozen(tmp_path: Path) -> None:
     with hooked(tmp_path / "run", include_collections=["gradients"]) as hook:
         model.fit(x, y, callbacks=[hook], **FIT)
     assert not read(tmp_path / "run").troubles()
+
+
+def parts(name: str) -> tuple[Any, list[Any], dict[str, Any]]:
+    """A model, its optimizers, and options of a hook; "random": all its steps run as one function."""
+    options, place = way("plain" if name == "random" else name)
+    adams = [tf.keras.optimizers.Adam(rate) for rate in (0.25, 0.5)]
+    model = Parts(*adams, noisy=name == "random")
+    model.compile(run_eagerly=options.pop("eager", False), **options)
+    return model, adams, place
+
+
+@pytest.mark.parametrize("name", ["eager", "compiled", "inline", "random"])
+def test_an_optimizer_that_is_wrapped_later(tmp_path: Path, name: str) -> None:
+    x, y = data()
+    model, adams, place = parts(name)
+    wanted = ["gradients", "optimizer_variables"]
+    with hooked(tmp_path / "run", include_collections=wanted, **place) as hook:
+        for optimizer in adams:
+            hook.wrap_optimizer(optimizer)
+            model.fit(x, y, callbacks=[hook], **FIT)
+        made = model.train_function
+        hook.wrap_optimizer(adams[0])
+        model.fit(x, y, callbacks=[hook], **FIT)
+        assert model.train_function is made
+    trial = read(tmp_path / "run")
+    for path, first in (("hidden/kernel", 0), ("top/kernel", 5)):
+        gradient = trial.tensor(f"gradients/{path}Grad").values(mode=TRAIN)
+        kept = trial.tensor(f"optimizer/{path}/momentums").values(mode=TRAIN)
+        assert list(gradient) == list(range(first, 15))
+        assert set(kept) >= set(range(first + 1, 15))
+        for step in range(first + 1, 14):
+            close(kept[step + 1], 0.9 * kept[step] + 0.1 * gradient[step])
+
+
+@pytest.mark.parametrize("name", ["compiled", "random"])
+def test_an_optimizer_that_another_hook_wrapped(tmp_path: Path, name: str) -> None:
+    """What the two want is the same, and what one of them traced alone is not enough for both."""
+    x, y = data()
+    model, adams, _ = parts(name)
+    with (
+        hooked(tmp_path / "one", include_collections=["gradients"]) as one,
+        hooked(tmp_path / "two", include_collections=["gradients"]) as two,
+    ):
+        one.wrap_optimizer(adams[0])
+        two.wrap_optimizer(adams[1])
+        model.fit(x, y, callbacks=[two], **FIT)
+        model.fit(x, y, callbacks=[one, two], **FIT)
+    first, second = read(tmp_path / "one"), read(tmp_path / "two")
+    assert first.tensor("gradients/hidden/kernelGrad").steps(mode=TRAIN) == list(range(5))
+    assert second.tensor("gradients/top/kernelGrad").steps(mode=TRAIN) == list(range(10))
+
+
+def test_a_hook_below_that_asks_for_more(tmp_path: Path) -> None:
+    """Who takes the batch looks again at what all of them may want."""
+    x, y = data()
+    model, _, _ = parts("random")
+    with (
+        hooked(tmp_path / "one", include_collections=["weights"]) as one,
+        hooked(tmp_path / "two", include_collections=["weights"]) as two,
+    ):
+        model.fit(x, y, callbacks=[one, two], **FIT)
+        one.get_collection("weights").include("hidden/outputs")
+        model.fit(x, y, callbacks=[one, two], **FIT)
+    outputs = read(tmp_path / "one").tensor("hidden/outputs")
+    assert outputs.steps(mode=TRAIN) == list(range(5, 10))
+    assert "hidden/outputs" not in read(tmp_path / "two").tensor_names()

@@ -168,7 +168,13 @@ class Recording:
     def wants_now(self, model: Any) -> Wants:
         """What the step that has begun is to tell of its inside."""
         plan = self._recorder.plan
-        return NOTHING if plan is None else self.wants(plan, self.names(model))
+        if plan is None:
+            return NOTHING
+        try:
+            return self.wants(plan, self.names(model))
+        except Exception as error:  # noqa: BLE001 (the policy decides)
+            self._mishaps.handle(error, "looking at the model")
+            return NOTHING
 
     def wants(self, plan: StepPlan, names: Names) -> Wants:
         wants = self.models.known(names.model).wants

@@ -11,8 +11,18 @@ import pytest
 import tensorflow as tf
 
 import smdist.tensorflow as smd
+from smdist.workers import keras_recording
 from smdist.workers.tf_host import array_of
-from tests.tensorflow.keras_jobs import BATCH, close, data, hooked, make_model, read, way
+from tests.tensorflow.keras_jobs import (
+    BATCH,
+    close,
+    data,
+    hooked,
+    make_model,
+    read,
+    training,
+    way,
+)
 
 TRAIN = smd.modes.TRAIN
 WAYS = ["eager", "compiled", "inline"]
@@ -144,6 +154,33 @@ def test_what_goes_wrong_at_every_step_is_said_once(
         model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[hook])
     assert hook.mode_steps[TRAIN] == 4
     assert said(caplog, "no room") == 1
+
+
+@pytest.mark.parametrize("part", ["Names", "wants_of"])
+@pytest.mark.parametrize("options", [{"eager": True}, {"steps_per_execution": 2}, {}], ids=str)
+def test_a_model_that_cannot_be_looked_at_is_trained_all_the_same(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    part: str,
+) -> None:
+    x, y = data()
+    model = make_model(**options)
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("cannot look")
+
+    monkeypatch.setattr(keras_recording, part, fail)
+    with (
+        caplog.at_level(logging.WARNING, logger="smdist"),
+        quiet_hook(tmp_path / "run", include_collections=["gradients", "weights"]) as hook,
+    ):
+        model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[hook])
+        assert hook.mode_steps[TRAIN] == 4
+    assert said(caplog, "cannot look") >= 1
+    assert read(tmp_path / "run").tensor("loss").steps(mode=TRAIN) == list(range(5))
+    close(model.get_weights()[0], training(x, y)[0][-1].updated["w1"])
 
 
 def test_results_that_are_numbers_of_numpy(tmp_path: Path) -> None:

@@ -18,7 +18,18 @@ import tensorflow as tf
 from smdist.workers.keras_taps import Taps
 from smdist.workers.tf_host import unconverted
 
-__all__ = ["StepFunction", "build_by_tracing", "is_keras_3", "only_says_built", "sow"]
+__all__ = [
+    "Outcome",
+    "StepFunction",
+    "build_by_tracing",
+    "is_keras_3",
+    "only_says_built",
+    "run_or_plain",
+    "sow",
+]
+
+# What Keras' function would return, and what taps saw: per name, one value for each replica.
+Outcome = tuple[Any, dict[str, tuple[Any, ...]]]
 
 _COUNTERS = {"train": "_train_counter", "test": "_test_counter", "predict": "_predict_counter"}
 
@@ -50,7 +61,7 @@ class StepFunction:
         self.optimizers, self.turn = list(optimizers), turn
         self._model, self._phase, self._taps = model, phase, taps
         self._reduce = _reducer(model)
-        self.eager = bool(model.run_eagerly)
+        self.eager, self.plain = bool(model.run_eagerly), taps is None
         self.traced = False  # has run once
         self._function: Any = self._run
         if not self.eager:
@@ -58,9 +69,8 @@ class StepFunction:
                 self._run, reduce_retracing=True, autograph=not is_keras_3(model)
             )
 
-    def __call__(self, data: Any) -> tuple[Any, dict[str, tuple[Any, ...]]]:
-        """What Keras' function would return, and what the taps saw: per name, one per replica."""
-        result: tuple[Any, dict[str, tuple[Any, ...]]] = self._function(_without_optionals(data))
+    def __call__(self, data: Any) -> Outcome:
+        result: Outcome = self._function(_without_optionals(data))
         self.traced = True
         return result
 
@@ -113,6 +123,21 @@ class StepFunction:
     def _local(self, seen: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
         strategy = self._model.distribute_strategy
         return {name: tuple(strategy.experimental_local_results(t)) for name, t in seen.items()}
+
+
+def run_or_plain(
+    function: StepFunction, data: Any, plain: Callable[[], StepFunction]
+) -> tuple[Outcome, StepFunction, Exception | None]:
+    """The step, by `function` or, if nothing but our part in that fails, by `plain()`: what it came
+    to, which one it was, and why the other could not."""
+    try:
+        return function(data), function, None
+    except Exception as error:
+        if function.traced or function.eager or function.plain:
+            raise
+        # It has never run. If the step itself cannot, this tells what the script would be told.
+        other = plain()
+        return other(data), other, error
 
 
 def _reducer(model: Any) -> Callable[..., Any]:

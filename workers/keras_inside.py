@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from smdist.workers.keras_functions import StepFunction, build_by_tracing, only_says_built
+from smdist.workers.keras_functions import (
+    Outcome,
+    StepFunction,
+    build_by_tracing,
+    only_says_built,
+    run_or_plain,
+)
 from smdist.workers.keras_names import all_optimizers
 from smdist.workers.keras_random import OneFunction, draws, example, turn_after
 from smdist.workers.keras_recording import Recording
@@ -48,23 +54,14 @@ class Inside:
                 one.save_seen(seen)
         return result
 
-    def _step(
-        self, phase: Phase, batch: Any, wanted: list[Wants]
-    ) -> tuple[Any, dict[str, tuple[Any, ...]]]:
+    def _step(self, phase: Phase, batch: Any, wanted: list[Wants]) -> Outcome:
         if isinstance(phase.original, OneFunction):
             return phase.original.step(batch)
-        if not wanted:
-            return self._own(phase, None)(batch)
-        function = self._own(phase, union(wanted))
-        try:
-            return function(batch)
-        except Exception as error:
-            if function.traced or function.eager:
-                raise
-            # Nothing has run yet. Is it the step itself that cannot be traced, or our part in it?
-            found = self._own(phase, None)(batch)
+        function = self._own(phase, union(wanted) if wanted else None)
+        found, _, error = run_or_plain(function, batch, lambda: self._own(phase, None))
+        if error is not None:
             self._cannot_look(error, phase)
-            return found
+        return found
 
     def _cannot_look(self, error: Exception, phase: Phase) -> None:
         for one in (self, *self._beside):
@@ -132,11 +129,10 @@ class Inside:
         if not draws(function.trace(like)):
             return
 
-        def plain(error: Exception) -> StepFunction:
+        def tell(error: Exception) -> None:
             self._cannot_look(error, phase)
-            return self._own(phase, None)
 
-        phase.original = OneFunction(model, kind, function, wants, plain)
+        phase.original = OneFunction(model, kind, function, wants, tell)
 
     # -- models without variables -------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
-from smdist.workers.keras_functions import StepFunction
+from smdist.workers.keras_functions import Outcome, StepFunction, run_or_plain
 from smdist.workers.keras_phase import one_by_one, steps_per_execution
 from smdist.workers.keras_taps import NOTHING, Wants, covers
 
@@ -30,25 +30,26 @@ class OneFunction:
         kind: str,
         function: StepFunction,
         wants: Wants,
-        plain: Callable[[Exception], StepFunction],
+        tell: Callable[[Exception], None],
     ) -> None:
-        """`wants`: what `function` tells of its inside. `plain` is asked for one that tells nothing,
-        should it turn out that `function` cannot be compiled."""
-        self._model, self._kind, self._plain = model, kind, plain
+        """`wants`: what `function` tells of its inside. `tell` is told why it tells nothing, should it
+        turn out that it cannot be compiled so."""
+        self._model, self._kind, self._tell = model, kind, tell
         self.function, self._wants = function, wants
 
     def __call__(self, source: Any) -> Any:
         steps = steps_per_execution(self._model)
         return one_by_one(self._kind, source, steps, lambda batch: self.step(batch)[0])
 
-    def step(self, batch: Any) -> tuple[Any, dict[str, tuple[Any, ...]]]:
-        try:
-            return self.function(batch)
-        except Exception as error:
-            if self.function.traced or self.function.eager or not any(self._wants):
-                raise
-            self.function, self._wants = self._plain(error), NOTHING  # nothing has run yet
-            return self.function(batch)
+    def step(self, batch: Any) -> Outcome:
+        found, function, error = run_or_plain(self.function, batch, self._plain)
+        if error is not None:
+            self.function, self._wants = function, NOTHING
+            self._tell(error)
+        return found
+
+    def _plain(self) -> StepFunction:
+        return StepFunction(self._model, self._kind, None, turn=turn_after(self))
 
     def covers(self, wants: Wants, optimizers: list[Any]) -> bool:
         """Does it tell all that, of the gradients of these?"""

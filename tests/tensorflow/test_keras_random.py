@@ -225,6 +225,38 @@ def test_a_step_that_can_only_be_compiled_without_us_is_trained_all_the_same(
     assert "top/weights/top/kernel:0" in trial.tensor_names()
 
 
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "smdist"]
+
+
+@pytest.mark.parametrize("first", [0, 2], ids=["due", "not due"])
+def test_an_error_of_the_script_is_not_ours(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, first: int
+) -> None:
+    """Nobody is told that training goes on, and with other labels it does, and is looked into."""
+    x = data(8)[0]
+    top = tf.keras.layers.Dense(3, name="top")
+    model = tf.keras.Sequential([tf.keras.Input(shape=(50,)), layer_of("noise"), top], name="net")
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer="sgd", loss=loss, jit_compile=False)
+    given = {"batch_size": BATCH, "verbose": 0}
+    with smd.KerasHook(
+        tmp_path / "run",
+        include_collections=INSIDE,
+        save_config=smd.SaveConfig(save_interval=1, start_step=first),
+    ) as hook:
+        with pytest.raises(tf.errors.InvalidArgumentError, match="label value"):
+            model.fit(x, np.full(8, 7), callbacks=[hook], **given)
+        assert not said(caplog)
+        began = hook.mode_steps[TRAIN] + 1
+        model.fit(x, np.full(8, 1), epochs=2, callbacks=[hook], **given)
+    assert not said(caplog)
+    trial = read(tmp_path / "run")
+    assert not trial.troubles()
+    gradient = trial.tensor("gradients/top/kernelGrad").steps(mode=TRAIN)
+    assert gradient == [step for step in range(began, began + 4) if step >= first]
+
+
 @pytest.mark.parametrize("name", ["eager", "compiled"])
 def test_a_model_is_built_without_being_run(tmp_path: Path, name: str) -> None:
     """Nothing that it counts or draws in its first step was counted or drawn before."""

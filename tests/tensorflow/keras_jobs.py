@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import tensorflow as tf
 
 import smdist.tensorflow as smd
 from smdist.trials import Trial
+from tests.servers.ray_cluster import until
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -96,6 +99,20 @@ def hooked(folder: Path, interval: int = 1, **options: Any) -> smd.KerasHook:
 
 def is_ours(function: Any) -> bool:
     return type(function).__module__.partition(".")[0] == "smdist"
+
+
+def parts_of(hook: smd.KerasHook) -> list[weakref.ref[Any]]:
+    return [weakref.ref(part) for part in (hook, hook._recording, hook._recorder, hook._mishaps)]
+
+
+def wait_until_gone(parts: list[weakref.ref[Any]]) -> None:
+    """Soon: the thread that has looked after the uploader may hold one of them for a moment."""
+
+    def gone() -> bool:
+        gc.collect()
+        return all(part() is None for part in parts)
+
+    until(gone, "nothing holds the hook", 60.0)
 
 
 def read(folder: Path) -> Trial:

@@ -3,9 +3,7 @@ what goes wrong while it is traced, and what stays of a hook."""
 
 from __future__ import annotations
 
-import gc
 import logging
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,10 @@ from tests.tensorflow.keras_jobs import (
     data,
     hooked,
     make_model,
+    parts_of,
     read,
     training,
+    wait_until_gone,
     way,
 )
 
@@ -102,9 +102,8 @@ def test_a_closed_hook_is_not_held_by_the_model(tmp_path: Path) -> None:
     hook = hooked(tmp_path / "run", save_all=True, **PLACE)
     model.fit(x, y, callbacks=[hook], validation_data=(x, y), **FIT)
     hook.close()
-    alive = [weakref.ref(part) for part in (hook, hook._recording, hook._recorder, hook._mishaps)]
+    parts = parts_of(hook)
     del hook
-    gc.collect()
-    assert [reference() for reference in alive] == [None] * 4
+    wait_until_gone(parts)
     model.fit(x, y, **FIT)
     close(model.get_weights()[0], training(x, y, epochs=2)[-1][-1].updated["w1"])

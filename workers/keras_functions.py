@@ -16,6 +16,7 @@ from typing import Any, cast
 import tensorflow as tf
 
 from smdist.workers.keras_taps import Taps
+from smdist.workers.mishaps import Mishaps
 from smdist.workers.tf_host import unconverted
 
 __all__ = [
@@ -77,6 +78,11 @@ class StepFunction:
     @property
     def traces(self) -> int:
         return 0 if self.eager else int(self._function.experimental_get_tracing_count())
+
+    def heard_by(self, mishaps: Mishaps | None) -> None:
+        """Who is told what goes wrong while it is traced."""
+        if self._taps is not None:
+            self._taps.mishaps = mishaps
 
     def trace(self, like: Any) -> Any:
         """Trace the step for batches like that, or for batches that are described so, and run

@@ -21,7 +21,7 @@ from smdist.workers.keras_functions import (
     run_or_plain,
 )
 from smdist.workers.keras_names import all_optimizers
-from smdist.workers.keras_random import OneFunction, draws, example, turn_after
+from smdist.workers.keras_random import OneFunction, cannot_look, draws, example, turn_after
 from smdist.workers.keras_recording import Recording
 from smdist.workers.keras_taps import Taps, Wants, union
 from smdist.workers.mishaps import Mishaps
@@ -35,40 +35,36 @@ __all__ = ["Inside"]
 class Inside:
     def __init__(self, recording: Recording, mishaps: Mishaps) -> None:
         self.recording, self._mishaps = recording, mishaps
-        self._beside: Sequence[Inside] = ()  # of other hooks that look into the same step
-
-    def uninstall(self) -> None:
-        self._beside = ()
 
     # -- steps --------------------------------------------------------------------------------
 
-    def run(self, phase: Phase, batch: Any, others: Sequence[Inside] = ()) -> Any:
+    def run(self, phase: Phase, batch: Any, others: Sequence[Inside]) -> Any:
         """The step that has begun, here and for `others`: once, as a function that tells what any of
         them wants of its inside."""
-        everybody = [one.recording for one in (self, *others)]
-        wanted = [wants for one in everybody if any(wants := one.wants_now(phase.model))]
-        self._beside = others
-        result, seen = self._step(phase, batch, wanted)
+        recordings = [one.recording for one in (self, *others)]
+        wanted = [wants for one in recordings if any(wants := one.wants_now(phase.model))]
+        result, seen = self._step(phase, batch, wanted, others)
         if wanted:
-            for one in everybody:
+            for one in recordings:
                 one.save_seen(seen)
         return result
 
-    def _step(self, phase: Phase, batch: Any, wanted: list[Wants]) -> Outcome:
+    def _step(
+        self, phase: Phase, batch: Any, wanted: list[Wants], others: Sequence[Inside]
+    ) -> Outcome:
         if isinstance(phase.original, OneFunction):
             return phase.original.step(batch)
-        function = self._own(phase, union(wanted) if wanted else None)
-        found, _, error = run_or_plain(function, batch, lambda: self._own(phase, None))
+        function = self._own(phase, union(wanted) if wanted else None, others)
+        found, _, error = run_or_plain(function, batch, lambda: self._own(phase, None, others))
         if error is not None:
-            self._cannot_look(error, phase)
+            cannot_look(self._hearers(others), error, phase.kind, phase.model)
         return found
 
-    def _cannot_look(self, error: Exception, phase: Phase) -> None:
-        for one in (self, *self._beside):
-            one._mishaps.handle(error, f"looking into the {phase.kind} step of {phase.model.name}")
+    def _hearers(self, others: Sequence[Inside]) -> list[Mishaps]:
+        return [one._mishaps for one in (self, *others)]
 
-    def _own(self, phase: Phase, wants: Wants | None) -> StepFunction:
-        model, optimizers = phase.model, self._looked_at(phase.model, wants)
+    def _own(self, phase: Phase, wants: Wants | None, others: Sequence[Inside]) -> StepFunction:
+        model, optimizers = phase.model, self._looked_at(phase.model, wants, others)
         key = phase.kind, wants, tuple(map(id, optimizers))
         functions = self.recording.models.known(model).functions
         basis, function = functions.get(key, (None, None))
@@ -82,12 +78,12 @@ class Inside:
             functions[key] = phase.original, function
         return function
 
-    def _looked_at(self, model: Any, wants: Wants | None) -> list[Any]:
+    def _looked_at(self, model: Any, wants: Wants | None, others: Sequence[Inside]) -> list[Any]:
         """Optimizers whose gradients are wanted."""
         if wants is None or not (wants.gradients or wants.synced):
             return []
-        everybody = (self, *self._beside)
-        return all_optimizers(model, (o for one in everybody for o in one.recording.optimizers))
+        wrapped = (o for one in (self, *others) for o in one.recording.optimizers)
+        return all_optimizers(model, wrapped)
 
     # -- random numbers -----------------------------------------------------------------------
 
@@ -96,15 +92,16 @@ class Inside:
         through one function. Nothing is run to find out."""
         examined = self.recording.models.known(phase.model).examined
         states = tuple(one.recording.state for one in (self, *others))
-        if examined.get(phase.kind) == (phase.original, states):
-            return
-        try:
-            self._examine(phase, source, others)
-        except Exception as error:  # noqa: BLE001 (the step itself will tell)
-            self._mishaps.trouble(
-                f"whether {phase.model.name} draws random numbers is not known: {error}"
-            )
-        examined[phase.kind] = phase.original, states
+        if examined.get(phase.kind) != (phase.original, states):
+            try:
+                self._examine(phase, source, others)
+            except Exception as error:  # noqa: BLE001 (the step itself will tell)
+                self._mishaps.trouble(
+                    f"whether {phase.model.name} draws random numbers is not known: {error}"
+                )
+            examined[phase.kind] = phase.original, states
+        if isinstance(phase.original, OneFunction):
+            phase.original.heard_by(self._hearers(others))
 
     def _examine(self, phase: Phase, source: Any, others: Sequence[Inside]) -> None:
         model, kind, like = phase.model, phase.kind, example(source)
@@ -121,18 +118,12 @@ class Inside:
         if not wanted:
             return
         wants = union(wanted)
-        self._beside = others
-        looked_at = self._looked_at(model, wants)
+        looked_at = self._looked_at(model, wants, others)
         if isinstance(phase.original, OneFunction) and phase.original.covers(wants, looked_at):
             return
-        function = self._own(phase, wants if any(wants) else None)
-        if not draws(function.trace(like)):
-            return
-
-        def tell(error: Exception) -> None:
-            self._cannot_look(error, phase)
-
-        phase.original = OneFunction(model, kind, function, wants, tell)
+        function = self._own(phase, wants if any(wants) else None, others)
+        if draws(function.trace(like)):
+            phase.original = OneFunction(model, kind, function, wants)
 
     # -- models without variables -------------------------------------------------------------
 

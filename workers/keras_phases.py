@@ -11,7 +11,7 @@ from smdist.workers import horovod
 from smdist.workers.keras_inline import Inline, Owner
 from smdist.workers.keras_inside import Inside
 from smdist.workers.keras_phase import Phase, is_tuned, steps_per_execution
-from smdist.workers.keras_random import note_turn, turn_after
+from smdist.workers.keras_random import OneFunction, note_turn, turn_after
 from smdist.workers.keras_recording import Recording
 from smdist.workers.mishaps import Mishaps
 from smdist.workers.steps import StepClock
@@ -165,6 +165,8 @@ class Phases:
         for above in _standing(phase.model, phase.kind):
             if above.below is phase:
                 above.below = phase.below
+        if isinstance(phase.original, OneFunction):
+            phase.original.let_go(self._mishaps)
         if phase.inline is not None:
             phase.inline.remove()
         phase.rest()  # Keras 2 may go on calling it
@@ -176,7 +178,6 @@ class Phases:
         for known in self._recording.models:
             for inline in known.inlines.values():
                 inline.let_go()
-        self._inside.uninstall()
 
 
 def _standing(model: Any, kind: str) -> Iterator[Phase]:

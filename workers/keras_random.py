@@ -3,20 +3,21 @@
 Such an operation (`tf.random.normal`, Dropout of Keras 2) goes on where it stopped, but in its own
 function alone: another function begins the sequence anew, and a step that runs there gets numbers
 that an earlier step had. So all steps of such a model run through one function, from the first on,
-and Keras goes on with it when the hook is gone.
+and Keras goes on with it when the hook is gone. It knows the hooks that look into it only while they
+do: they may be gone, and others may have come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
 from smdist.workers.keras_functions import Outcome, StepFunction, run_or_plain
 from smdist.workers.keras_phase import one_by_one, steps_per_execution
 from smdist.workers.keras_taps import NOTHING, Wants, covers
+from smdist.workers.mishaps import Mishaps
 
-__all__ = ["OneFunction", "draws", "example", "note_turn", "turn_after"]
+__all__ = ["OneFunction", "cannot_look", "draws", "example", "note_turn", "turn_after"]
 
 _TURN = "_smdist_turn"
 
@@ -30,12 +31,11 @@ class OneFunction:
         kind: str,
         function: StepFunction,
         wants: Wants,
-        tell: Callable[[Exception], None],
     ) -> None:
-        """`wants`: what `function` tells of its inside. `tell` is told why it tells nothing, should it
-        turn out that it cannot be compiled so."""
-        self._model, self._kind, self._tell = model, kind, tell
+        """`wants`: what `function` tells of its inside."""
+        self._model, self._kind = model, kind
         self.function, self._wants = function, wants
+        self._hearers: list[Mishaps] = []
 
     def __call__(self, source: Any) -> Any:
         steps = steps_per_execution(self._model)
@@ -45,16 +45,30 @@ class OneFunction:
         found, function, error = run_or_plain(self.function, batch, self._plain)
         if error is not None:
             self.function, self._wants = function, NOTHING
-            self._tell(error)
+            cannot_look(self._hearers, error, self._kind, self._model)
         return found
 
     def _plain(self) -> StepFunction:
         return StepFunction(self._model, self._kind, None, turn=turn_after(self))
 
+    def heard_by(self, mishaps: list[Mishaps]) -> None:
+        """Of the hooks that look into it from now on."""
+        self._hearers = mishaps
+        self.function.heard_by(mishaps[0] if mishaps else None)
+
+    def let_go(self, mishaps: Mishaps) -> None:
+        """Of a hook that looks no more."""
+        self.heard_by([one for one in self._hearers if one is not mishaps])
+
     def covers(self, wants: Wants, optimizers: list[Any]) -> bool:
         """Does it tell all that, of the gradients of these?"""
         seen = {id(optimizer) for optimizer in self.function.optimizers}
         return covers(self._wants, wants) and seen.issuperset(map(id, optimizers))
+
+
+def cannot_look(hearers: list[Mishaps], error: Exception, kind: str, model: Any) -> None:
+    for mishaps in hearers:
+        mishaps.handle(error, f"looking into the {kind} step of {model.name}")
 
 
 def example(source: Any) -> Any:

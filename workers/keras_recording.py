@@ -279,6 +279,7 @@ class Recording:
         self.lanes.forget()
 
     def uninstall(self) -> None:
+        self._recorder.abandon()  # the step may go on, and wants nothing more
         self.models.clear()
         self.optimizers.clear()
         self._model = self._registered = None

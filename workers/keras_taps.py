@@ -124,8 +124,9 @@ class Anywhere:
 
 
 class Taps:
-    def __init__(self, names: Names, wants: Wants, mishaps: Mishaps) -> None:
-        self._names, self._wants, self._mishaps = names, wants, mishaps
+    def __init__(self, names: Names, wants: Wants, mishaps: Mishaps | None) -> None:
+        """`mishaps` are those of the hook that looks; none: nobody does any more."""
+        self._names, self._wants, self.mishaps = names, wants, mishaps
         self._seeing = threading.local()  # replicas are traced on threads of their own
         self._applied = False  # was any gradient, by an optimizer that is looked at?
 
@@ -257,7 +258,7 @@ class Taps:
                 if self._storable(name, tensor):
                     found[name] = tensor
         for base in self._seeing.hidden.keys() - seen.keys():
-            self._mishaps.trouble(
+            self._trouble(
                 f"{base.removeprefix(_SYNCED)} is computed inside a function or loop of its own "
                 "and cannot be seen"
             )
@@ -271,18 +272,26 @@ class Taps:
         model = self._names.model
         try:
             if model.trainable_variables:
-                self._mishaps.trouble(
+                self._trouble(
                     f"in a step of {model.name} no gradient was seen: give the optimizers that its "
                     "train_step applies to hook.wrap_optimizer(...)"
                 )
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._mishaps.handle(error, "looking for gradients")
+            self._handle(error, "looking for gradients")
+
+    def _trouble(self, message: str) -> None:
+        if self.mishaps is not None:
+            self.mishaps.trouble(message)
+
+    def _handle(self, error: Exception, doing: str) -> None:
+        if self.mishaps is not None:
+            self.mishaps.handle(error, doing)
 
     def _storable(self, name: str, tensor: Any) -> bool:
         try:
             dtype_code(tensor.dtype.as_numpy_dtype)
         except CaptureError:
-            self._mishaps.trouble(
+            self._trouble(
                 f"{name} is left out: its elements are of type {tensor.dtype.name}, "
                 "which cannot be stored"
             )
@@ -299,7 +308,7 @@ class Taps:
             tensors = flat_tensors(value)
             for form in forms_beside(value):
                 what = f"a part of {base}" if tensors else base
-                self._mishaps.trouble(f"{what} is left out: it is {form}")
+                self._trouble(f"{what} is left out: it is {form}")
             if not self._in_sight(base, tensors):
                 return
             known = None if again else seen.get(base)
@@ -308,7 +317,7 @@ class Taps:
             elif tensors:
                 seen[base] = (len(tensors), tensors)
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._mishaps.handle(error, f"looking at {base}")
+            self._handle(error, f"looking at {base}")
 
     def _in_sight(self, base: str, tensors: list[Any]) -> bool:
         graph = self._seeing.graph
@@ -354,7 +363,7 @@ class Taps:
                     for synced in stages:
                         self._note_gradient(seen, path, gradient, factor, synced)
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._mishaps.handle(error, "looking at gradients")
+            self._handle(error, "looking at gradients")
 
     def _note_gradient(
         self, seen: dict[str, Any], path: str, gradient: Any, factor: Any, synced: bool

@@ -236,3 +236,18 @@ def test_a_hook_below_that_asks_for_more(tmp_path: Path) -> None:
     outputs = read(tmp_path / "one").tensor("hidden/outputs")
     assert outputs.steps(mode=TRAIN) == list(range(5, 10))
     assert "hidden/outputs" not in read(tmp_path / "two").tensor_names()
+
+
+def test_a_later_hook_is_told_what_it_misses(tmp_path: Path) -> None:
+    """It looks into the function that an earlier one has left."""
+    x, y = data()
+    model, _, _ = parts("random")
+    made = []
+    for run, kind in (("one", np.float32), ("two", np.float64)):  # which is traced for itself
+        batches = tf.data.Dataset.from_tensor_slices((x.astype(kind), y)).batch(BATCH)
+        with hooked(tmp_path / run, include_collections=["gradients"]) as hook:
+            model.fit(batches, shuffle=False, verbose=0, callbacks=[hook])
+        made.append(model.train_function)
+        (said,) = (m for found in read(tmp_path / run).troubles().values() for m in found)
+        assert "no gradient was seen" in said
+    assert made[0] is made[1]

@@ -12,7 +12,16 @@ import tensorflow as tf
 
 import smdist.tensorflow as smd
 from smdist.workers.keras_functions import StepFunction
-from tests.tensorflow.keras_jobs import BATCH, KERAS_3, hooked, read, way
+from tests.tensorflow.keras_jobs import (
+    BATCH,
+    KERAS_3,
+    hooked,
+    is_ours,
+    parts_of,
+    read,
+    wait_until_gone,
+    way,
+)
 
 TRAIN, EVAL = smd.modes.TRAIN, smd.modes.EVAL
 WAYS = ["eager", "compiled", "plain"] if KERAS_3 else ["eager", "compiled"]
@@ -131,6 +140,21 @@ def test_training_goes_on_when_the_hook_is_gone(tmp_path: Path, name: str) -> No
     for run, steps in (("run", 18), ("other", 9)):
         gradient = read(tmp_path / run).tensor("gradients/top/kernelGrad")
         assert gradient.steps(mode=TRAIN) == list(range(0, steps, 2))
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "of several"])
+def test_a_closed_hook_is_not_held_by_the_model(tmp_path: Path, alone: bool) -> None:
+    """Which goes on with a function of ours."""
+    model = make("noise", "plain")
+    hook = hooked(tmp_path / "run", interval=2, save_all=True)
+    with hooked(tmp_path / "other", include_collections=INSIDE) as other:
+        train(model, [hook] if alone else [hook, other])
+        hook.close()
+        parts = parts_of(hook)
+        del hook
+        wait_until_gone(parts)
+        assert is_ours(model.train_function)
+        train(model, [] if alone else [other])
 
 
 @pytest.mark.parametrize("name", ["plain", "inline"])

@@ -23,6 +23,8 @@ __all__ = [
     "Outcome",
     "StepFunction",
     "build_by_tracing",
+    "can_be_called",
+    "is_built",
     "is_keras_3",
     "only_says_built",
     "run_or_plain",
@@ -37,6 +39,18 @@ _COUNTERS = {"train": "_train_counter", "test": "_test_counter", "predict": "_pr
 
 def is_keras_3(model: Any) -> bool:
     return hasattr(model, "stateless_call")
+
+
+def is_built(model: Any) -> bool:
+    """Has it the variables that its steps start with? One without `call` never says so itself: it
+    holds layers that its steps call."""
+    if model.built or can_be_called(model):
+        return bool(model.built)
+    return all(layer.built for layer in model._flatten_layers(include_self=False))
+
+
+def can_be_called(model: Any) -> bool:
+    return getattr(type(model), "call", None) is not tf.keras.Model.call
 
 
 def only_says_built(model: Any) -> bool:

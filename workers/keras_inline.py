@@ -23,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 from smdist.planning import Planner, StepPlan
-from smdist.workers.keras_functions import sow
+from smdist.workers.keras_functions import is_built, sow
 from smdist.workers.keras_names import Names, all_optimizers
 from smdist.workers.keras_taps import Taps, Wants, covers, dense, of_stage
 from smdist.workers.mishaps import Mishaps
@@ -157,7 +157,7 @@ class Inline:
         self._sow()
         owner = self._owner
         # Where this makes variables of the model, it is traced once more before it runs.
-        self._blind = not self._model.built
+        self._blind = not is_built(self._model)
         if self._blind or owner is None:
             return None, [], None
         try:

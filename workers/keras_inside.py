@@ -17,11 +17,20 @@ from smdist.workers.keras_functions import (
     Outcome,
     StepFunction,
     build_by_tracing,
+    can_be_called,
+    is_built,
     only_says_built,
     run_or_plain,
 )
 from smdist.workers.keras_names import all_optimizers
-from smdist.workers.keras_random import OneFunction, cannot_look, draws, example, turn_after
+from smdist.workers.keras_random import (
+    OneFunction,
+    cannot_look,
+    draws,
+    example,
+    note_turn,
+    turn_after,
+)
 from smdist.workers.keras_recording import Recording
 from smdist.workers.keras_taps import Taps, Wants, union
 from smdist.workers.mishaps import Mishaps
@@ -35,6 +44,7 @@ __all__ = ["Inside"]
 class Inside:
     def __init__(self, recording: Recording, mishaps: Mishaps) -> None:
         self.recording, self._mishaps = recording, mishaps
+        self._doubt = ""  # to be told if the step runs: if it does not, the script is told why
 
     # -- steps --------------------------------------------------------------------------------
 
@@ -55,9 +65,12 @@ class Inside:
         if isinstance(phase.original, OneFunction):
             return phase.original.step(batch)
         function = self._own(phase, union(wanted) if wanted else None, others)
-        found, _, error = run_or_plain(function, batch, lambda: self._own(phase, None, others))
+        found, ran, error = run_or_plain(function, batch, lambda: self._own(phase, None, others))
         if error is not None:
             cannot_look(self._hearers(others), error, phase.kind, phase.model)
+        examined = self.recording.models.known(phase.model).examined
+        if not ran.eager and phase.kind not in examined:
+            note_turn(phase.original, ran.turn + 1)  # what it drew is not to be drawn again
         return found
 
     def _hearers(self, others: Sequence[Inside]) -> list[Mishaps]:
@@ -92,27 +105,36 @@ class Inside:
         through one function. Nothing is run to find out."""
         examined = self.recording.models.known(phase.model).examined
         states = tuple(one.recording.state for one in (self, *others))
+        if self._doubt:  # the step did not run, and may be another one now
+            self._doubt = ""
+            examined.pop(phase.kind, None)
         if examined.get(phase.kind) != (phase.original, states):
+            if not is_built(phase.model) and not can_be_called(phase.model):
+                return  # its first step makes its variables, and then there is more to see
             try:
                 self._examine(phase, source, others)
             except Exception as error:  # noqa: BLE001 (the step itself will tell)
-                self._mishaps.trouble(
-                    f"whether {phase.model.name} draws random numbers is not known: {error}"
-                )
+                name, why = phase.model.name, _in_brief(error)
+                self._doubt = f"whether {name} draws random numbers is not known: {why}"
             examined[phase.kind] = phase.original, states
         if isinstance(phase.original, OneFunction):
             phase.original.heard_by(self._hearers(others))
+
+    def step_ran(self) -> None:
+        if self._doubt:
+            doubt, self._doubt = self._doubt, ""
+            self._mishaps.trouble(doubt)
 
     def _examine(self, phase: Phase, source: Any, others: Sequence[Inside]) -> None:
         model, kind, like = phase.model, phase.kind, example(source)
         if like is None:
             return
-        if not model.built:
-            if self.recording.only_results:
-                return
-            build_by_tracing(model, _inputs(like))
-        else:
+        if is_built(model):
             self._complete(model, like)
+        elif self.recording.only_results:
+            return
+        else:
+            build_by_tracing(model, _inputs(like))
         found = [one.recording.may_want(model, kind) for one in (self, *others)]
         wanted = [wants for wants in found if wants is not None]
         if not wanted:
@@ -130,8 +152,10 @@ class Inside:
     def build(self, model: Any, batch: Any) -> None:
         """Make the weights of a model that gets them with its first batch: they are those that its
         first step starts with."""
-        if model.built:
+        if is_built(model):
             self._complete(model, batch)
+            return
+        if not can_be_called(model):
             return
         try:
             inputs = _inputs(batch)
@@ -140,7 +164,8 @@ class Inside:
             except Exception:  # noqa: BLE001 (there are models that can only be run)
                 _run_once(model, inputs)
         except Exception as error:  # noqa: BLE001 (the step itself will tell)
-            self._mishaps.trouble(f"the weights of {model.name} before its first step: {error}")
+            why = _in_brief(error)
+            self._mishaps.trouble(f"the weights of {model.name} before its first step: {why}")
 
     def _complete(self, model: Any, like: Any) -> None:
         """The same for one that is only marked as built. It may as well be one that is never called,
@@ -152,6 +177,14 @@ class Inside:
         with suppress(Exception):
             if not self.recording.only_results and only_says_built(model):
                 build_by_tracing(model, _inputs(like))
+
+
+def _in_brief(error: Exception) -> str:
+    """What TensorFlow says of code that it has rewritten ends with the error, after a page of it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return lines[-1] if lines[0] == "in user code:" else lines[0]
 
 
 def _inputs(batch: Any) -> Any:

@@ -132,7 +132,9 @@ class Phase:
                 result = self.below(source)
                 clock.quiet -= 1  # now that there was a batch
                 return result
-            return self._attentive(source)
+            result = self._attentive(source)
+            self.inside.step_ran()
+            return result
         finally:
             self.running = False
 

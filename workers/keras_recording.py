@@ -18,6 +18,7 @@ from smdist.collection import CollectionKeys
 from smdist.config import CollectionManager
 from smdist.identity import ModeKeys
 from smdist.planning import Planner, StepPlan
+from smdist.workers.keras_functions import is_built
 from smdist.workers.keras_known import Models
 from smdist.workers.keras_lanes import Lanes
 from smdist.workers.keras_names import NamedVariable, Names, all_optimizers
@@ -71,7 +72,7 @@ class Recording:
 
     def registered_names(self) -> Names | None:
         model = self._registered
-        return self.names(model) if model is not None and model.built else None
+        return self.names(model) if model is not None and is_built(model) else None
 
     # -- steps --------------------------------------------------------------------------------
 
@@ -109,7 +110,7 @@ class Recording:
         """Can Keras run the coming step, which is due, by itself?"""
         try:
             plan = self.coming_plan
-            if not model.built:
+            if not is_built(model):
                 return set(plan.due) <= _RESULTS
             names = self.names(model)
             if any(self.wants(plan, names)):
@@ -139,7 +140,7 @@ class Recording:
         """The step has begun: what it starts with."""
         model = self._model
         plan = self._recorder.plan
-        if model is None or plan is None or not model.built:
+        if model is None or plan is None or not is_built(model):
             return
         variables = self.variables(self.names(model), self._kind)
         named = [n for n in variables if plan.wants(n.name) is not None]
@@ -192,7 +193,7 @@ class Recording:
 
     def may_want(self, model: Any, kind: str) -> Wants | None:
         """The same; None if no step runs as a function of ours."""
-        names = self.names(model)
+        names = self.names(model, anew=True)  # the last step may have made variables
         wants = self.wants_anywhere(names, kind)
         variables = self.variables(names, kind)
         if any(wants) or any(self._planner.wanted_anywhere(v.name) for v in variables):
@@ -200,7 +201,7 @@ class Recording:
         return None
 
     def may_want_gradients(self, model: Any) -> bool:
-        if not model.built:
+        if not is_built(model):
             return CollectionKeys.GRADIENTS in self._planner.active()
         wants = self.wants_anywhere(self.names(model), "train")
         return bool(wants.gradients or wants.synced)

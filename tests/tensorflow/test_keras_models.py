@@ -9,10 +9,12 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
 import smdist.tensorflow as smd
+from smdist.workers.keras_functions import StepFunction
 from smdist.workers.keras_known import Known
 from tests.tensorflow.keras_jobs import (
     BATCH,
@@ -192,3 +194,81 @@ def test_a_model_that_is_only_marked_as_built(tmp_path: Path, name: str) -> None
     for step in range(4):
         close(kernel[step + 1], kernel[step] - RATE * gradient[step])
     assert not trial.troubles()
+
+
+class Pair(tf.keras.Model):  # type: ignore[misc]
+    """As a GAN is: it is never called, its step calls its layers."""
+
+    def __init__(self, built: bool) -> None:
+        super().__init__(name="pair")
+        self.maker = tf.keras.layers.Dense(3, name="maker")
+        self.judge = tf.keras.layers.Dense(1, name="judge")
+        for layer in (self.maker, self.judge) if built else ():
+            layer.build((None, 3))
+
+    def train_step(self, data: Any) -> Any:
+        given = data[0] if isinstance(data, tuple) else data
+        noise = tf.random.normal(tf.shape(given))
+        layers = (self.maker, self.judge)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(self.judge(self.maker(noise)) ** 2)
+        variables = [variable for layer in layers for variable in layer.trainable_variables]
+        gradients = tape.gradient(loss, variables)
+        self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        return {"loss": loss}
+
+
+@ways
+@pytest.mark.parametrize("built", [True, False], ids=["built", "not built"])
+def test_a_model_that_is_never_called(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, built: bool
+) -> None:
+    tf.random.set_seed(5)
+    x = np.zeros((20, 3), np.float32)
+    options, place = way(name)
+    model = compiled(Pair(built), options)
+    wanted = ["weights", "gradients", "layers"]
+    with hooked(tmp_path / "run", include_collections=wanted, **place) as hook:
+        model.fit(x, batch_size=BATCH, verbose=0, shuffle=False, callbacks=[hook])
+    told = [record.getMessage() for record in caplog.records if record.name == "smdist"]
+    assert not told
+    trial = read(tmp_path / "run")
+    assert not trial.troubles()
+    kernel = trial.tensor("maker/weights/maker/kernel:0").values(mode=TRAIN)
+    gradient = trial.tensor("gradients/maker/kernelGrad").values(mode=TRAIN)
+    assert set(kernel) >= set(range(0 if built else 1, 5))
+    assert set(gradient) >= set(range(0 if built else 1, 5))
+    for step in range(1, 4):
+        close(kernel[step + 1], kernel[step] - RATE * gradient[step])
+    noise = trial.tensor("maker/inputs").values(mode=TRAIN)
+    assert len(noise) == len({value.tobytes() for value in noise.values()}) == 5
+
+
+def test_what_is_not_known_of_a_model_is_said_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = data(8)
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("cannot be traced\nin many words")
+
+    monkeypatch.setattr(StepFunction, "trace", fail)
+    with hooked(tmp_path / "run", include_collections=["weights"]) as hook:
+        make_model().fit(x, y, batch_size=BATCH, verbose=0, callbacks=[hook])
+    told = [record.getMessage() for record in caplog.records if record.name == "smdist"]
+    assert len(told) == 1
+    assert "whether net draws random numbers is not known: cannot be traced (" in told[0]
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["compiled", "eager"])
+def test_a_step_that_the_script_got_wrong(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, eager: bool
+) -> None:
+    """Keras says what is wrong, and nobody says that training goes on."""
+    x, _ = data(8)
+    with hooked(tmp_path / "run", include_collections=["weights", "gradients"]) as hook:
+        with pytest.raises((ValueError, tf.errors.InvalidArgumentError)):
+            make_model(eager=eager).fit(
+                x, np.zeros((8, 7), np.float32), batch_size=BATCH, verbose=0, callbacks=[hook]
+            )
+        assert not [record for record in caplog.records if record.name == "smdist"]

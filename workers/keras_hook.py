@@ -79,19 +79,19 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
         self._begin_phase("train")
 
     def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
-        self._phases.end(self.model, "train")
+        self._end_phase("train")
 
     def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         self._begin_phase("test")
 
     def on_test_end(self, logs: Mapping[str, Any] | None = None) -> None:
-        self._phases.end(self.model, "test")
+        self._end_phase("test")
 
     def on_predict_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         self._begin_phase("predict")
 
     def on_predict_end(self, logs: Mapping[str, Any] | None = None) -> None:
-        self._phases.end(self.model, "predict")
+        self._end_phase("predict")
 
     def on_test_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         self._phases.expect(self.model, "test")
@@ -131,6 +131,11 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
                 self._phases.begin(self.model, kind, self._place, early=early)
         except Exception as error:  # noqa: BLE001 (the policy decides)
             self._mishaps.handle(error, f"beginning to {kind}")
+
+    def _end_phase(self, kind: str) -> None:
+        outer = self._phases.end(self.model, kind)
+        if outer is not None and outer is not self.model:
+            super().set_model(outer)  # what follows is of that one, and Keras does not say so
 
     def _enter(self, mode: ModeKeys) -> bool:
         if self._active:

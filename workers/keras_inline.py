@@ -219,8 +219,7 @@ class Inline:
             return np.bool_(True)
         try:
             self.seen += 1
-            with owner.recording.without_variables():
-                owner.recording.begin()
+            owner.recording.begin()
         except Exception as error:  # noqa: BLE001 (the policy decides)
             owner.mishaps.handle(error, "beginning a step")
         return self._save(names, arrays)

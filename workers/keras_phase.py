@@ -156,8 +156,7 @@ class Phase:
         if several:
             before = self._counted()
             result = self.below(source)
-            with recording.without_variables():  # should there be more steps than were asked for
-                recording.passed(self._since(before, source, steps))
+            recording.passed(self._since(before, source, steps))
             return result
         if not due:
             result = self.below(source)
@@ -185,9 +184,8 @@ class Phase:
             return result
         if inline is not None:
             inline.missed()
-        with recording.without_variables():  # which are no longer what they were
-            count = self._since(before, source, steps) if several else 1
-            recording.passed_at_once(count, self.kind, result)
+        count = self._since(before, source, steps) if several else 1
+        recording.passed_at_once(count, self.kind, result)
         return result
 
     def _recorded(self, batch: Any, others: list[Phase]) -> Any:
@@ -197,7 +195,7 @@ class Phase:
             for phase in phases:
                 phase.running = True
                 phase.inside.build(self.model, batch)
-                phase.recording.begin()
+                phase.recording.begin(self.model)
             result = self.inside.run(self, batch, [other.inside for other in others])
             for phase in phases:
                 phase.recording.save_results(self.kind, result)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -34,6 +35,8 @@ class Phases:
         self._inside = Inside(recording, mishaps)
         self._planner, self._mishaps = planner, mishaps
         self._phases: list[Phase] = []
+        # What has begun and not ended, unless it was left by an exception: the innermost last.
+        self._begun: list[tuple[str, weakref.ref[Any]]] = []
 
     @property
     def running(self) -> bool:
@@ -44,6 +47,9 @@ class Phases:
 
     def begin(self, model: Any, kind: str, place: Place, *, early: bool = False) -> None:
         """`fit`, `evaluate` or `predict` begins; `early`: or may be about to."""
+        if not early:
+            self._forget(model, kind)
+            self._begun.append((kind, weakref.ref(model)))
         if getattr(model, "_cluster_coordinator", None) is not None:
             self._mishaps.trouble(f"{model.name} runs in other processes and is not captured")
             return
@@ -58,7 +64,8 @@ class Phases:
             if phase.kind == kind and phase.model is model:
                 phase.expect()
 
-    def end(self, model: Any, kind: str) -> None:
+    def end(self, model: Any, kind: str) -> Any:
+        """The model that goes on, if a callback of its `fit` has run this; else None."""
         within = kind != "train" and self._trains(model)
         for phase in self._of(model):
             if not within:
@@ -67,6 +74,22 @@ class Phases:
                 phase.rest()  # there may be more to validate
         if within:
             self._recording.enter(ModeKeys.TRAIN)
+        return self._resume(model, kind)
+
+    def _resume(self, model: Any, kind: str) -> Any:
+        self._forget(model, kind)
+        outer = self._begun[-1][1]() if self._begun else None
+        if outer is not None:
+            self._recording.phase_begins(outer)
+        return outer
+
+    def _forget(self, model: Any, kind: str) -> None:
+        """That has ended, or was left; and models that are gone."""
+        self._begun = [
+            (k, seen)
+            for k, seen in self._begun
+            if seen() is not None and (k != kind or seen() is not model)
+        ]
 
     def _step_aside(self, phase: Phase) -> None:
         """`phase` was called by somebody who did not tell this hook."""

@@ -6,8 +6,7 @@ The functions that let the inside of a step be seen are those of `Inside`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from itertools import count
 from typing import Any
 
@@ -57,7 +56,7 @@ class Recording:
         self.optimizers: list[Any] = []  # besides the model's own
         self.state = next(_states)  # changes with what may be wanted; no other hook ever has it
         self.models = Models()
-        self._model: Any = None  # of the phase that runs
+        self._model: Any = None  # of steps that the script begins itself: that of the phase
         self._registered: Any = None
 
     # -- models -------------------------------------------------------------------------------
@@ -86,6 +85,7 @@ class Recording:
             return False
 
     def passed(self, steps: int) -> None:
+        """They have run: what variables they started with is not known any more."""
         for _ in range(steps):
             self.begin()
 
@@ -97,10 +97,15 @@ class Recording:
                 self.save_results(kind, result)
                 self.close()
 
-    def begin(self) -> None:
-        """A step begins; on a due one that captures weights."""
-        if self._clock.forward():
-            self._attend()
+    def begin(self, model: Any = None) -> None:
+        """A step begins; on a due one that captures variables of `model`, if it is given: they are
+        what the step starts with."""
+        before, self._model = self._model, model
+        try:
+            if self._clock.forward():
+                self._attend()
+        finally:
+            self._model = before
 
     def close(self) -> None:
         if self._recorder.recording:
@@ -127,14 +132,6 @@ class Recording:
         return self._planner.at(self._clock.mode, self._clock.mode_step + 1)
 
     # -- variables ----------------------------------------------------------------------------
-
-    @contextmanager
-    def without_variables(self) -> Iterator[None]:
-        model, self._model = self._model, None
-        try:
-            yield
-        finally:
-            self._model = model
 
     def save_variables(self) -> None:
         """The step has begun: what it starts with."""

@@ -134,8 +134,7 @@ class Tapes:
             if not self._recording.enter(ModeKeys.TRAIN):
                 return False
             before = self._clock.step
-            with self._recording.without_variables():
-                self._recording.begin()
+            self._recording.begin()
             if self._clock.step != before:  # `hook.step()` may not have ended the last one yet
                 self._taken, self._loose = set(), LooseNames()
         except Exception as error:  # noqa: BLE001 (the policy decides)

@@ -16,6 +16,7 @@ import tensorflow as tf
 import smdist.tensorflow as smd
 from smdist.workers.keras_functions import StepFunction
 from smdist.workers.keras_known import Known
+from smdist.workers.keras_phase import MODES
 from tests.tensorflow.keras_jobs import (
     BATCH,
     RATE,
@@ -24,6 +25,7 @@ from tests.tensorflow.keras_jobs import (
     data,
     hooked,
     initial,
+    is_ours,
     make_model,
     read,
     training,
@@ -272,3 +274,44 @@ def test_a_step_that_the_script_got_wrong(
                 x, np.zeros((8, 7), np.float32), batch_size=BATCH, verbose=0, callbacks=[hook]
             )
         assert not [record for record in caplog.records if record.name == "smdist"]
+
+
+@ways
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+def test_a_callback_that_runs_another_model(tmp_path: Path, name: str, method: str) -> None:
+    """With the same hook. What each step has is of the model that runs it."""
+    x, y = data()
+    options, place = way(name)
+    model = make_model(**options)
+    layers = [tf.keras.Input(shape=(3,)), tf.keras.layers.Dense(2, name="other")]
+    other = compiled(tf.keras.Sequential(layers), options)
+    given: dict[str, Any] = {"batch_size": BATCH, "verbose": 0}
+
+    class Looking(tf.keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 1:
+                labels = () if method == "predict" else (y,)
+                getattr(other, method)(x, *labels, callbacks=[hook], **given)
+
+    with hooked(tmp_path / "run", include_collections=["weights"], **place) as hook:
+        model.fit(
+            x, y, shuffle=False, callbacks=[Looking(), hook], validation_data=(x, y), **given
+        )  # fmt: skip
+        for found in (model, other):
+            assert not [f"{k}_step" for k in MODES if f"{k}_step" in vars(found)]
+            assert not [k for k in MODES if is_ours(getattr(found, f"{k}_function"))]
+        assert hook.model is model
+        before = hook.mode_steps
+        model.fit(x, y, **given)
+        assert hook.mode_steps == before
+    trial = read(tmp_path / "run")
+    mode = {"fit": TRAIN, "evaluate": smd.modes.EVAL, "predict": smd.modes.PREDICT}[method]
+    kernel = trial.tensor("top/weights/top/kernel:0")
+    assert len(kernel.steps(mode=smd.modes.EVAL)) == 5
+    seen = list(kernel.values(mode=TRAIN).values())
+    for value, step in zip(seen, training(x, y)[0], strict=True):
+        close(value, step.weights["w2"])
+    theirs = trial.tensor("other/weights/other/kernel:0")
+    assert {m: len(theirs.steps(mode=m)) for m in MODES.values()} == {
+        m: 5 if m is mode else 0 for m in MODES.values()
+    }

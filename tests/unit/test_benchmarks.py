@@ -116,7 +116,21 @@ def test_a_ratio_is_of_one_visit_and_the_median_of_them() -> None:
 def test_what_a_peer_did_not_store_is_told() -> None:
     from benchmarks.step_time import Visit, rows_of
 
-    lazy = Visit([1.0], [1.0], [1.0], [1.0], 0.0, 0.0, 0.0, 0.0, 5_000_000)
-    case = Case("", "mlp", peers=("smdist",))
-    rows = rows_of(case, {"smdist": [lazy]}, {}, 50_000_000)
-    assert "STORED 5 MB OF 50" in rows[-1].note
+    def stored(megabytes: int) -> list[Visit]:
+        return [Visit([1.0], [1.0], [1.0], [1.0], 0.0, 0.0, 0.0, 0.0, megabytes * 1_000_000)]
+
+    case = Case("", "mlp", peers=("smdist", "dcp", "smdebug"), steps=6, warm_up=4, slow={"dcp": 2})
+    visits = {"smdist": stored(50), "dcp": stored(20), "smdebug": stored(20)}
+    _, smdist, dcp, smdebug = rows_of(case, visits, {}, nbytes=5_000_000)
+    assert "STORED" not in smdist.note
+    assert "STORED" not in dcp.note, "it had two steps to warm up and two that count"
+    assert "STORED 20 MB OF 50" in smdebug.note
+
+
+@pytest.mark.torch
+def test_a_budget_says_how_much_was_saved() -> None:
+    from benchmarks.step_time import Visit, rows_of
+
+    visit = Visit([1.0], [1.0], [1.0], [1.0], 0.0, 0.0, 0.0, 0.0, 5, kept=7)
+    case = Case("", "mlp", peers=("smdist",), steps=6, warm_up=4, budget=0.03)
+    assert "7 of 10 steps were saved" in rows_of(case, {"smdist": [visit]}, {}, 5)[-1].note

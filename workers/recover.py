@@ -58,9 +58,7 @@ def find_spools(roots: Iterable[Path]) -> list[Path]:
     """Spools of this user, in use or not, the oldest first: attempts of a run are numbered so."""
     found = []
     for root in roots:
-        with contextlib.suppress(
-            FileNotFoundError
-        ):  # the last one that goes takes the folder along
+        with contextlib.suppress(FileNotFoundError):  # the folder goes with its last spool
             for path in private_root(root).glob("*/spool.json"):
                 with contextlib.suppress(FileNotFoundError):  # sent and removed meanwhile
                     found.append((path.stat().st_mtime_ns, path.parent))

@@ -104,29 +104,29 @@ define make_venv
 	@$(2)/bin/python -m pip --version >/dev/null 2>&1 || $(1) -m venv --clear $(2)
 endef
 
-$(VENV)/smdist.stamp: pyproject.toml setup.py constraints/main.txt smdist/_kernel.c
+$(VENV)/smdist.stamp: pyproject.toml setup.py constraints/main.txt smdist/kernel/_native.c
 	@echo "[1/4] virtual environment in $(VENV)"
 	$(call make_venv,$(PYTHON),$(VENV))
 	@echo "[2/4] $(TORCH) (the largest download)"
 	@$(BIN)/python $(PIP_INSTALL) -c constraints/main.txt setuptools "$(TORCH)"
 	@echo "[3/4] smdist, its compiled kernel and its dependencies"
-	@rm -f smdist/_kernel*.so  # the kernel is optional: an old one must not outlive a failed build
+	@rm -f smdist/kernel/_native*.so  # the kernel is optional: an old one must not outlive a failed build
 	@$(BIN)/python $(PIP_INSTALL) -c constraints/main.txt $(EDITABLE) '.[dev]'
 	@echo "[4/4] checking the installation"
 	@$(BIN)/python -m pip check
-	@$(BIN)/python -c 'import smdist._kernel' 2>/dev/null || echo "The kernel was not compiled (is there a C compiler?): smdist will use numpy, which is slower."
+	@$(BIN)/python -c 'import smdist.kernel._native' 2>/dev/null || echo "The kernel was not compiled (is there a C compiler?): smdist will use numpy, which is slower."
 	@touch $@
 
 test-oldest: $(OLDEST)/smdist.stamp
 	@$(OLDEST)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/unit tests/contracts \
 	  -m "not torch and not ray" --ignore-glob="tests/unit/test_torch_*" $(ARGS)
 
-$(OLDEST)/smdist.stamp: pyproject.toml setup.py constraints/oldest.txt smdist/_kernel.c
+$(OLDEST)/smdist.stamp: pyproject.toml setup.py constraints/oldest.txt smdist/kernel/_native.c
 	@echo "[1/2] virtual environment in $(OLDEST)"
 	$(call make_venv,$(PYTHON310),$(OLDEST))
 	@echo "[2/2] smdist with the oldest versions it supports, without torch"
 	@$(OLDEST)/bin/python $(PIP_INSTALL) -c constraints/oldest.txt setuptools
-	@rm -f smdist/_kernel*.so
+	@rm -f smdist/kernel/_native*.so
 	@$(OLDEST)/bin/python $(PIP_INSTALL) -c constraints/oldest.txt $(EDITABLE) '.[test,servers]'
 	@touch $@
 
@@ -139,7 +139,7 @@ $(VENV)/tensorflow.stamp: $(VENV)/smdist.stamp constraints/tensorflow.txt
 
 # Horovod, and the last TensorFlow with Keras 2 and estimators, which ask for an older numpy and an
 # older protobuf than Ray.
-$(HOROVOD)/smdist.stamp: pyproject.toml setup.py smdist/_kernel.c constraints/horovod.txt \
+$(HOROVOD)/smdist.stamp: pyproject.toml setup.py smdist/kernel/_native.c constraints/horovod.txt \
   tests/environments/horovod.py
 	@$(HOROVOD_PYTHON) tests/environments/horovod.py $(@D)
 	@touch $@
@@ -150,4 +150,4 @@ clean:
 
 distclean: clean
 	rm -rf $(VENV) $(OLDEST) $(HOROVOD) $(PEERS)
-	rm -f smdist/_kernel*.so
+	rm -f smdist/kernel/_native*.so

@@ -15,8 +15,8 @@ limited = not sysconfig.get_config_var("Py_GIL_DISABLED")
 setup(
     ext_modules=[
         Extension(
-            "smdist._kernel",
-            sources=["smdist/_kernel.c"],
+            "smdist.kernel._native",
+            sources=["smdist/kernel/_native.c"],
             define_macros=[("Py_LIMITED_API", "0x030A0000")] if limited else [],
             py_limited_api=limited,
             extra_compile_args=["-O3"],

@@ -210,7 +210,7 @@ def memory(options: Options) -> list[Row]:
     for _ in range(WARM_UP):
         job.step()
     before = status_bytes()
-    from smdist.workers.ledger import Ledger
+    from smdist.workers.spool.ack_page import Ledger
 
     # In memory, so that the buffer is told apart from everything else that is mapped.
     with _folder(options) as folder, _folder(options._replace(out="/dev/shm")) as spools:

@@ -54,7 +54,7 @@ def contenders(counts: list[int], source: Array, target: Array, rows: Array) -> 
     numpy_kernel = kernel.NumpyKernel.statistics
     found: list[Contender] = [
         ("memcpy", lambda: ctypes.memmove(targets[0], sources[0], 4 * total)),
-        ("copy", lambda: kernel.copy(targets, sources, sizes)),
+        ("copy", lambda: kernel.copy(targets, sources, sizes, targets[0])),
         ("statistics", lambda: kernel.statistics(sources, counts, dtypes, out, stride)),
         ("statistics, numpy", lambda: numpy_kernel(sources, counts, dtypes, out, stride)),
         ("numpy x5", lambda: [_five_of_numpy(array) for array in arrays]),

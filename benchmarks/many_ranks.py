@@ -26,11 +26,13 @@ import numpy as np
 
 from benchmarks.machine import load, status_bytes
 from benchmarks.table import Row, plain
-from smdist.coordination.merge import View, add
-from smdist.coordination.snapshot import POINTER_KEY, Packed, pack
-from smdist.identity import ModeKeys, worker_name
-from smdist.layout import Layout
-from smdist.manifest import (
+from smdist.coordination.snapshot.pack import POINTER_KEY, Packed, pack
+from smdist.coordination.view.run_view import View, add
+from smdist.format.fold import fold
+from smdist.format.inline_segment import settle
+from smdist.format.journal_records import Close, Declare, Inline, Piece, TensorSpec
+from smdist.format.layout import Layout
+from smdist.format.manifest import (
     RUN_KEY,
     CollectionInfo,
     Collections,
@@ -45,14 +47,14 @@ from smdist.manifest import (
     segment_key,
     session_key,
 )
-from smdist.pipeline.attached import settle
-from smdist.pipeline.fold import fold
-from smdist.pipeline.segment import Segment, compose
-from smdist.record import Close, Declare, Inline, Piece, TensorSpec
-from smdist.storage import LocalStore, MemoryStore, open_store, sync
-from smdist.storage.base import Buffer, Store
+from smdist.format.segment import Segment, compose
+from smdist.format.stored_json import encode
+from smdist.identity import ModeKeys, worker_name
+from smdist.storage import LocalStore, MemoryStore, open_store
+from smdist.storage import loop_thread as sync
+from smdist.storage.store import Buffer, Store
 from smdist.trials.catalogue import Catalogue
-from smdist.trials.reader import AT_ONCE
+from smdist.trials.segment_reader import AT_ONCE
 from smdist.trials.trial import Trial
 
 MB = 1 << 20
@@ -94,8 +96,9 @@ def segment_of(size: Size, rank: int, seq: int, steps: Sequence[int], kind: Decl
         pieces.append(Piece(2 * step, Inline(*where, 0, data), kind))
         pieces.append(Piece(2 * step + 1, Close(*where), None))
     key = segment_key(worker_name(rank), 0, seq, f"{rank:08x}")
-    worker = worker_name(rank)
-    return compose(fold(pieces).blocks, _no_arena, key=key, worker=worker, attempt=0, seq=seq)
+    session = session_of(size, rank)
+    blocks = fold(pieces).blocks
+    return compose(blocks, _no_arena, key=key, run_id="simulated", session=session, seq=seq)
 
 
 def _no_arena(arena: int, offset: int, nbytes: int) -> memoryview:
@@ -143,7 +146,7 @@ def last_step(size: Size) -> Iterator[tuple[Segment, bytes, str]]:
         segment = segment_of(size, rank, seq, [size.steps - 1], kind)
         manifest = manifest_of(size, rank, seq, segment.entries, "ended")
         key = manifest_key(worker_name(rank), 0, seq)
-        yield segment, msgspec.json.encode(manifest), key
+        yield segment, encode(manifest, key), key
 
 
 # -- merging ---------------------------------------------------------------------------------
@@ -225,7 +228,7 @@ async def put_all(store: Store, objects: Sequence[tuple[str, Sequence[Buffer]]])
 async def publish(store: Store, packed: Packed) -> None:
     await put_all(store, [(key, [data]) for key, data in packed.objects])
     await store.put(packed.head_key, [packed.head])
-    await store.put(POINTER_KEY, [msgspec.json.encode(packed.pointer)])
+    await store.put(POINTER_KEY, [encode(packed.pointer, POINTER_KEY)])
 
 
 def measure_merge(size: Size, store: Store) -> list[Row]:
@@ -237,12 +240,12 @@ def measure_merge(size: Size, store: Store) -> list[Row]:
     run = Run("simulated", BEGUN, "pytorch")
     described = Collections(worker_name(0), (CollectionInfo("weights", ("weight",)),))
     start = [
-        (RUN_KEY, [msgspec.json.encode(run)]),
-        (collections_key(worker_name(0)), [msgspec.json.encode(described)]),
+        (RUN_KEY, [encode(run, RUN_KEY)]),
+        (collections_key(worker_name(0)), [encode(described, collections_key(worker_name(0)))]),
     ]
     for rank in range(size.ranks):
-        session = msgspec.json.encode(session_of(size, rank))
-        start.append((session_key(worker_name(rank), 0), [session]))
+        key = session_key(worker_name(rank), 0)
+        start.append((key, [encode(session_of(size, rank), key)]))
     sync.run(put_all(store, start))
     sync.run(put_all(store, [(key, [data]) for key, data in merging.objects.items()]))
     last, objects = [], []

@@ -14,13 +14,14 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
-from smdist.manifest import Run, Session
-from smdist.record import Close, Declare, End, Flush, Part, Record, TensorSpec
-from smdist.workers.journal import JournalFileFull, JournalWriter
-from smdist.workers.ledger import Ledger
-from smdist.workers.processes import start_ticks
-from smdist.workers.spool import Doorbell, Spool, SpoolInfo, UploadOptions
-from smdist.workers.uploader import Uploader
+from smdist import kernel
+from smdist.format.journal_records import Close, Declare, End, Flush, Part, Record, TensorSpec
+from smdist.format.manifest import Run, Session
+from smdist.processes import start_ticks
+from smdist.workers.spool.ack_page import Ledger
+from smdist.workers.spool.journal import JournalFileFull, JournalWriter
+from smdist.workers.spool.spool import Doorbell, Spool, SpoolInfo, UploadOptions
+from smdist.workers.upload.uploader import Uploader
 
 __all__ = ["Saving", "saving"]
 
@@ -71,6 +72,7 @@ class _Rank:
             self._arena[slot * len(data) : (slot + 1) * len(data)] = data
         spec = TensorSpec("weight", "U8", (len(data),), len(data), 0, -1, ("weights",))
         self._declare = Declare(0, (), (spec,), len(data))
+        self._guard = self._declare.guard(kernel.address_of(data))
         self._journal.append(self._declare)
         self._stored = asyncio.Event()
 
@@ -90,7 +92,7 @@ class _Rank:
         wall, cpu = time.perf_counter(), time.process_time()
         for slot in range(count):
             step, now = self._step, time.time()
-            self._append(Part(1, step, step, now, 0, 0, slot * self._size))
+            self._append(Part(1, step, step, now, 0, 0, slot * self._size, self._guard))
             self._append(Close(1, step, step, now))
             self._step += 1
         last = self._append(Flush())

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from typing_extensions import Self
 
-from smdist.workers.torch_callback import Callback, Counting
+from smdist.workers.torch_adapter.callbacks import Callback, Counting
 
 __all__ = ["CLOCKS", "Clock", "HookClock", "Memcpy", "median", "p99"]
 

@@ -29,13 +29,14 @@ from benchmarks.many_ranks import (
 )
 from benchmarks.table import Row, plain
 from benchmarks.timing import median, p99
-from smdist.coordination.snapshot import POINTER_KEY, Pointer
-from smdist.coordination.watcher import Watcher
+from smdist.coordination.service.run_watcher import Watcher
+from smdist.coordination.snapshot.pack import POINTER_KEY, Pointer
 from smdist.errors import ObjectNotFound
+from smdist.format.manifest import RUN_KEY, Run, layout_key, manifest_key, session_key
+from smdist.format.stored_json import encode
 from smdist.identity import ModeKeys, worker_name
-from smdist.manifest import RUN_KEY, Run, layout_key, manifest_key, session_key
-from smdist.storage import sync
-from smdist.storage.base import Store
+from smdist.storage import loop_thread as sync
+from smdist.storage.store import Store
 
 INTERVAL_S = 0.5
 TENSORS = 20
@@ -48,7 +49,8 @@ async def commit(store: Store, size: Size, seq: int, chance: random.Random) -> N
     for rank in ranks:
         segment = segment_of(size, rank, seq, [seq], kind)
         manifest = manifest_of(size, rank, seq, segment.entries, "active")
-        await store.put(manifest_key(worker_name(rank), 0, seq), [msgspec.json.encode(manifest)])
+        key = manifest_key(worker_name(rank), 0, seq)
+        await store.put(key, [encode(manifest, key)])
 
 
 async def until_pointed(store: Store, number: int) -> float:
@@ -63,10 +65,11 @@ async def until_pointed(store: Store, number: int) -> float:
 
 async def follow(store: Store, size: Size, hints: bool) -> tuple[list[float], list[float]]:
     chance = random.Random(1)
-    await store.put(RUN_KEY, [msgspec.json.encode(Run("bench", time.time(), "pytorch"))])
+    await store.put(RUN_KEY, [encode(Run("bench", time.time(), "pytorch"), RUN_KEY)])
     for rank in range(size.ranks):
         session = msgspec.structs.replace(session_of(size, rank), started=time.time())
-        await store.put(session_key(worker_name(rank), 0), [msgspec.json.encode(session)])
+        key = session_key(worker_name(rank), 0)
+        await store.put(key, [encode(session, key)])
     for digest, layout in segment_of(size, 0, 0, [0], declaration(size)).layouts.items():
         await store.put(layout_key(digest), [layout.to_json()])
     watcher = Watcher(store.url, store=store, interval_s=INTERVAL_S)

@@ -14,13 +14,14 @@ from statistics import median
 
 from smdist import create_trial
 from smdist.errors import SmdistError
+from smdist.identity import printable
 from smdist.trials import Trial
 
 
 def brief(text: str, most: int = 120) -> str:
     """The error that ended a rank may be a page long."""
     line = text.strip().partition("\n")[0]
-    return line if len(line) <= most else f"{line[:most]} ..."
+    return printable(line if len(line) <= most else f"{line[:most]} ...")
 
 
 def print_ranks(trial: Trial) -> None:
@@ -30,11 +31,12 @@ def print_ranks(trial: Trial) -> None:
 
 
 def print_missing(trial: Trial, most: int = 5) -> None:
-    every = trial.steps(show_incomplete_steps=True)
-    partial = [step for step in every if trial.missing(step)]
+    complete = set(trial.steps())
+    partial = [s for s in trial.steps(show_incomplete_steps=True) if s not in complete]
     for step in partial[:most]:
-        who = ", ".join(f"worker_{r}: {why}" for r, why in trial.missing(step).items())
-        print(f"  step {step} is partial: {who}")
+        missing = [f"worker_{r}: {why}" for r, why in trial.missing(step).items()]
+        more = f" and {len(missing) - most} more" if len(missing) > most else ""
+        print(f"  step {step} is partial: {', '.join(missing[:most])}{more}")
     if len(partial) > most:
         print(f"  ... and {len(partial) - most} more partial steps")
 
@@ -45,7 +47,7 @@ def print_step(trial: Trial, step: int) -> None:
         norms = trial.tensor(name).across_ranks(step, "l2")
         middle = median(norms.values())
         worker = max(norms, key=lambda w: abs(norms[w] - middle))
-        print(f"  {name}: median {middle:.4g}, farthest {norms[worker]:.4g} on {worker}")
+        print(f"  {printable(name)}: median {middle:.4g}, farthest {norms[worker]:.4g} on {worker}")
 
 
 def main() -> None:
@@ -70,11 +72,11 @@ def main() -> None:
             print_step(trial, last)
         for worker, messages in trial.troubles().items():
             for message in messages:
-                print(f"  trouble on {worker}: {message}")
+                print(f"  trouble on {worker}: {printable(message)}")
 
 
 if __name__ == "__main__":
     try:
         main()
     except SmdistError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+        sys.exit(printable(f"{type(error).__name__}: {error}"))

@@ -10,10 +10,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from smdist.collection import Collection, CollectionKeys
+    from smdist.config.collection import Collection, CollectionKeys
+    from smdist.config.reduction_config import ReductionConfig
+    from smdist.config.save_config import SaveConfig
+    from smdist.config.save_config_mode import SaveConfigMode
     from smdist.identity import modes
-    from smdist.reduction import ReductionConfig
-    from smdist.schedule import SaveConfig, SaveConfigMode
     from smdist.trials import create_trial
 
 __all__ = [
@@ -30,11 +31,11 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOME = {
-    "Collection": "smdist.collection",
-    "CollectionKeys": "smdist.collection",
-    "ReductionConfig": "smdist.reduction",
-    "SaveConfig": "smdist.schedule",
-    "SaveConfigMode": "smdist.schedule",
+    "Collection": "smdist.config.collection",
+    "CollectionKeys": "smdist.config.collection",
+    "ReductionConfig": "smdist.config.reduction_config",
+    "SaveConfig": "smdist.config.save_config",
+    "SaveConfigMode": "smdist.config.save_config_mode",
     "create_trial": "smdist.trials",
     "modes": "smdist.identity",
 }

@@ -9,7 +9,6 @@
     │   └── NoRank                           this process of a job is none that trains
     ├── CaptureError (RuntimeError)          our own trouble beside a training job
     │   ├── SpoolUnavailable                 no place for the buffer
-    │   ├── BufferFull                       `on_full` had to act
     │   └── DrainTimeout                     close() gave up waiting for the uploader
     ├── StoreError                           names url, key and operation
     │   ├── ObjectNotFound
@@ -22,6 +21,7 @@
     │   └── Superseded                       another one has taken over from this one
     └── TrialError                           a question about a run that has no answer
         ├── NoSuchRun
+        ├── RunReplaced                      another run was begun in the place of this trial's
         ├── StepUnavailable                  that step was not saved
         ├── StepNotYetAvailable              the job is live and has not come so far
         ├── TensorUnavailable
@@ -45,7 +45,6 @@ from smdist.identity import ModeKeys
 
 __all__ = [
     "AlreadyCoordinated",
-    "BufferFull",
     "CaptureError",
     "ConfigurationError",
     "CoordinationError",
@@ -61,6 +60,7 @@ __all__ = [
     "ObjectNotFound",
     "RuleEvaluationConditionMet",
     "RunExists",
+    "RunReplaced",
     "ShapeUnavailableForStep",
     "SmdistError",
     "SpoolUnavailable",
@@ -151,10 +151,6 @@ class CaptureError(SmdistError, RuntimeError):
 
 
 class SpoolUnavailable(CaptureError):
-    pass
-
-
-class BufferFull(CaptureError):
     pass
 
 

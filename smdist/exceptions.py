@@ -2,56 +2,22 @@
 
 from __future__ import annotations
 
-from smdist.errors import (
-    ConfigurationError,
-    InvalidCollectionConfiguration,
-    InvalidWorker,
-    NoConfigurationFile,
-    NoMoreData,
-    NoSuchRun,
-    RuleEvaluationConditionMet,
-    RunExists,
-    ShapeUnavailableForStep,
-    SmdistError,
-    StepNotYetAvailable,
-    StepUnavailable,
-    StoreError,
-    TensorUnavailable,
-    TensorUnavailableForStep,
-    TrialError,
-    UnknownKey,
-    WaitTimeout,
-)
+from smdist import errors
+from smdist.errors import *
+from smdist.errors import ConfigurationError, NoSuchRun, SmdistError, StoreError, TrialError
 
 __all__ = [
-    "ConfigurationError",
     "IndexReaderException",
     "InsufficientInformationForRuleInvocation",
-    "InvalidCollectionConfiguration",
-    "InvalidWorker",
     "MissingCollectionFiles",
-    "NoConfigurationFile",
-    "NoMoreData",
-    "NoSuchRun",
-    "RuleEvaluationConditionMet",
-    "RunExists",
     "SMDebugCustomerError",
     "SMDebugError",
     "SMDebugNotImplementedError",
     "SMDebugRuntimeError",
     "SMDebugTypeError",
     "SMDebugValueError",
-    "ShapeUnavailableForStep",
-    "SmdistError",
-    "StepNotYetAvailable",
-    "StepUnavailable",
-    "StoreError",
-    "TensorUnavailable",
-    "TensorUnavailableForStep",
-    "TrialError",
-    "UnknownKey",
-    "WaitTimeout",
 ]
+__all__ += errors.__all__
 
 SMDebugError = SmdistError
 SMDebugCustomerError = SmdistError

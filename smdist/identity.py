@@ -6,7 +6,7 @@ import re
 from enum import Enum
 from typing import NamedTuple
 
-__all__ = ["ModeKeys", "StepRef", "encodable", "modes", "worker_name", "worker_rank"]
+__all__ = ["ModeKeys", "StepRef", "encodable", "modes", "printable", "worker_name", "worker_rank"]
 
 
 class ModeKeys(Enum):
@@ -32,6 +32,17 @@ class StepRef(NamedTuple):
 def encodable(text: str) -> str:
     """Half a surrogate pair, which no file and no terminal takes, is shown as an escape."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
+def printable(text: str) -> str:
+    """`text` for a terminal or a log: what does not show, steers it or turns it around is escaped.
+
+    Control characters, line breaks and marks of direction among them. For the rim, where text is
+    printed: what is stored stays as it is.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 _WORKER = re.compile(r"worker_(\d+)")

@@ -21,11 +21,11 @@ from typing import Any, Final
 
 import msgspec
 
-from smdist.collection import SCALAR_COLLECTIONS, Collection, CollectionKeys, compile_regex
 from smdist.config import CollectionManager, HookConfig
+from smdist.config.collection import SCALAR_COLLECTIONS, Collection, CollectionKeys, compile_regex
+from smdist.config.schedule import NEVER, Schedule
 from smdist.errors import InvalidCollectionConfiguration
 from smdist.identity import ModeKeys, encodable
-from smdist.schedule import NEVER, Schedule
 
 __all__ = ["NEVER", "Planner", "StepPlan", "TensorPlan"]
 
@@ -91,6 +91,9 @@ class Planner:
         self._config, self._manager = config, manager
         self._callbacks: list[Callable[[], None]] = []
         self._validated = False
+        self._were_due: set[str] = set()  # collections, when a tensor was asked about
+        self._asked: set[str] = set()  # names of tensors, before the last change
+        self._members: dict[str, tuple[str, ...]] = {}
         built_in = manager.framework.collections
         training_only = sorted(manager.framework.training_only & built_in.keys())
         self._training_only = [compile_regex(p) for name in training_only for p in built_in[name]]
@@ -120,7 +123,8 @@ class Planner:
         self._due_spans: dict[ModeKeys, tuple[int, int]] = {}
         self._step_plans: dict[tuple[ModeKeys, tuple[str, ...]], StepPlan] = {}
         self._last: tuple[ModeKeys, int, StepPlan] | None = None
-        self._members: dict[str, tuple[str, ...]] = {}
+        self._asked.update(self._members)
+        self._members = {}
         self._anywhere: dict[str, bool] = {}
         self._explicit: dict[tuple[str, tuple[str, ...]], TensorPlan] = {}
 
@@ -193,6 +197,22 @@ class Planner:
             and name not in _KNOWN_NAMES
             and not collection.selects_nothing
         )
+
+    def unmatched(self) -> dict[str, tuple[str, ...]]:
+        """By collection that was due, the script's own patterns that no tensor had a name for; worth a
+        message at the end."""
+        asked, built_in = self._asked | self._members.keys(), self._manager.framework.collections
+        found = {
+            name: tuple(
+                pattern
+                for pattern in dict.fromkeys(collection.include_regex)
+                if pattern not in built_in.get(name, ())
+                and not any(map(compile_regex(pattern).search, asked))
+            )
+            for name, collection in self.active().items()
+            if name in self._were_due
+        }
+        return {name: patterns for name, patterns in sorted(found.items()) if patterns}
 
     def _in_mode(self, mode: ModeKeys) -> tuple[tuple[str, Schedule], ...]:
         """Name and schedule of each collection that can be due in that mode."""
@@ -281,6 +301,7 @@ class Planner:
         return mode in _WITHOUT_TRAINING and any(p.search(name) for p in self._training_only)
 
     def _resolve(self, name: str, mode: ModeKeys, due: tuple[str, ...]) -> TensorPlan | None:
+        self._were_due.update(due)
         members = self.membership(name)
         asking = [n for n in due if n in members]
         if not asking or self._skipped(name, mode):

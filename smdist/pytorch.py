@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from os import PathLike
 
-from smdist.collection import CollectionKeys
-from smdist.config.hook import config_file
+from smdist.config.collection import CollectionKeys
+from smdist.config.hook_config import config_file
+from smdist.config.reduction_config import ReductionConfig
+from smdist.config.save_config import SaveConfig
+from smdist.config.save_config_mode import SaveConfigMode
 from smdist.identity import modes
-from smdist.reduction import ReductionConfig
-from smdist.schedule import SaveConfig, SaveConfigMode
 from smdist.trials import create_trial
-from smdist.workers.torch_collection import Collection
-from smdist.workers.torch_hook import Hook
+from smdist.workers.torch_adapter.collection import Collection
+from smdist.workers.torch_adapter.hook import Hook
 
 __all__ = [
     "Collection",

@@ -6,18 +6,19 @@ import os
 from os import PathLike
 from typing import Any
 
-from smdist.collection import CollectionKeys
-from smdist.config.hook import config_file
+from smdist.config.collection import CollectionKeys
+from smdist.config.hook_config import config_file
+from smdist.config.reduction_config import ReductionConfig
+from smdist.config.save_config import SaveConfig
+from smdist.config.save_config_mode import SaveConfigMode
 from smdist.identity import modes
-from smdist.reduction import ReductionConfig
-from smdist.schedule import SaveConfig, SaveConfigMode
 from smdist.trials import Trial
 from smdist.trials import create_trial as open_trial
-from smdist.workers import lifecycle
-from smdist.workers.keras_hook import KerasHook
-from smdist.workers.session_hook import EstimatorHook, SessionHook
-from smdist.workers.tf_base import TensorflowHook
-from smdist.workers.tf_collection import Collection
+from smdist.workers.hook import lifecycle
+from smdist.workers.keras_adapter.hook import KerasHook
+from smdist.workers.tf_adapter.base_hook import TensorflowHook
+from smdist.workers.tf_adapter.collection import Collection
+from smdist.workers.tf_adapter.session_hook import EstimatorHook, SessionHook
 
 __all__ = [
     "Collection",

@@ -24,7 +24,7 @@ def check_names(document: Path, facade: ModuleType, hook: str) -> None:
         for name in re.findall(r"\bsmd\.(\w+)", block):
             assert hasattr(facade, name), f"{document.name}: smd.{name}"
     classes = {"trial": Trial, "hook": getattr(facade, hook)}
-    # File names such as `workers/hook.py` are no members.
+    # File names such as `workers/hook/base.py` are no members.
     text = re.sub(r"[\w/]*\w\.(?:py|md)\b", "", document.read_text())
     for owner, name in re.findall(r"\b(trial|hook)\.(\w+)\(", text):
         assert hasattr(classes[owner], name), f"{document.name}: {owner}.{name}()"

@@ -14,12 +14,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import numpy as np
 
-from smdist.codec import dtype_code
-from smdist.identity import ModeKeys, worker_name
-from smdist.manifest import (
+from smdist.format.dtypes import dtype_code
+from smdist.format.fold import fold
+from smdist.format.inline_segment import attach, attachable
+from smdist.format.journal_records import (
+    Close,
+    Declare,
+    Drop,
+    Inline,
+    Piece,
+    Record,
+    TensorSpec,
+    Trouble,
+)
+from smdist.format.manifest import (
     RUN_KEY,
     CollectionInfo,
     Collections,
@@ -35,13 +45,12 @@ from smdist.manifest import (
     segment_key,
     session_key,
 )
-from smdist.pipeline.attached import attach, attachable
-from smdist.pipeline.fold import fold
-from smdist.pipeline.segment import compose
-from smdist.record import Close, Declare, Drop, Inline, Piece, Record, TensorSpec, Trouble
-from smdist.statistics import columns_for, measure
-from smdist.storage import sync
-from smdist.storage.base import Store
+from smdist.format.segment import compose, with_open
+from smdist.format.stored_json import encode
+from smdist.identity import ModeKeys, worker_name
+from smdist.kernel.tensor_stats import columns_for, measure
+from smdist.storage import loop_thread as sync
+from smdist.storage.store import Store
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -91,6 +100,7 @@ class RankWriter:
     counters: dict[ModeKeys, int] = field(default_factory=dict)
     pieces: list[Piece] = field(default_factory=list)
     attach_bytes: int = 0
+    begun: set[tuple[int, int]] = field(default_factory=set)
 
     @property
     def worker(self) -> str:
@@ -138,10 +148,11 @@ class RankWriter:
             news.blocks if news else (),
             _no_arena,
             key=segment_key(self.worker, self.session.attempt, self.seq, "0"),
-            worker=self.worker,
-            attempt=self.session.attempt,
+            run_id=self.session.run_id,
+            session=self.session,
             seq=self.seq,
         )
+        segment = with_open(segment, self.begun)
         for digest, layout in segment.layouts.items():
             self._put(layout_key(digest), layout.to_json())
         apart = not attachable(segment, self.attach_bytes)
@@ -163,9 +174,9 @@ class RankWriter:
             troubles=news.troubles if news else (),
             reason=reason,
         )
-        self._put(
+        self._tell(
             manifest_key(self.worker, self.session.attempt, self.seq),
-            msgspec.json.encode(manifest if apart else attach(manifest, segment)),
+            manifest if apart else attach(manifest, segment),
         )
         self.seq += 1
         self.pieces = []
@@ -180,14 +191,14 @@ class RankWriter:
     def beat(self, at: float) -> None:
         session = self.session
         beat = Heartbeat(session.session, session.rank, session.attempt, at, 5.0, -1, 0)
-        self._put(heartbeat_key(self.worker, session.attempt), msgspec.json.encode(beat))
+        self._tell(heartbeat_key(self.worker, session.attempt), beat)
 
     def describe(self, *collections: CollectionInfo) -> RankWriter:
-        self._put(
-            collections_key(self.worker),
-            msgspec.json.encode(Collections(self.worker, collections)),
-        )
+        self._tell(collections_key(self.worker), Collections(self.worker, collections))
         return self
+
+    def _tell(self, key: str, value: object) -> None:
+        self._put(key, encode(value, key))
 
     def _put(self, key: str, data: bytes) -> None:
         sync.run(self.store.put(key, [data]))
@@ -198,11 +209,11 @@ def _no_arena(arena: int, offset: int, nbytes: int) -> memoryview:
 
 
 class RunBuilder:
-    def __init__(self, store: Store, *, now: float | None = None) -> None:
-        self.store = store
+    def __init__(self, store: Store, *, now: float | None = None, run_id: str = "run") -> None:
+        self.store, self.run_id = store, run_id
         self.now = time.time() if now is None else now
-        run = Run("run", self.now, "pytorch")
-        sync.run(store.put(RUN_KEY, [msgspec.json.encode(run)]))
+        run = Run(run_id, self.now, "pytorch")
+        sync.run(store.put(RUN_KEY, [encode(run, RUN_KEY)]))
 
     def rank(
         self,
@@ -215,7 +226,9 @@ class RunBuilder:
     ) -> RankWriter:
         at = self.now if now is None else now
         session = Session(
-            session=f"{attempt}.{rank}",
+            session=f"{attempt}.{rank}"
+            if self.run_id == "run"
+            else f"{self.run_id}.{attempt}.{rank}",
             rank=rank,
             world_size=world,
             attempt=attempt,
@@ -224,7 +237,8 @@ class RunBuilder:
             host="host",
             pid=1,
             launch="",
+            run_id=self.run_id,
         )
         key = session_key(worker_name(rank), attempt)
-        sync.run(self.store.put(key, [msgspec.json.encode(session)]))
+        sync.run(self.store.put(key, [encode(session, key)]))
         return RankWriter(self.store, session, at)

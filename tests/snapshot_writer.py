@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-import msgspec
-
-from smdist.coordination.merge import View, merge
-from smdist.coordination.snapshot import POINTER_KEY, Packed, load_view, pack
-from smdist.layout import Layout
-from smdist.storage import sync
-from smdist.storage.base import Store
-from smdist.trials.loader import Loader
+from smdist.coordination.snapshot.pack import POINTER_KEY, Packed, load_view, pack
+from smdist.coordination.view.run_view import View, merge
+from smdist.format.layout import Layout
+from smdist.format.stored_json import encode
+from smdist.storage import loop_thread as sync
+from smdist.storage.store import Store
+from smdist.trials.run_loader import Loader
 
 
 @dataclass
@@ -50,7 +49,7 @@ class SnapshotWriter:
         for key, data in self.packed.objects:
             sync.run(self.store.put(key, [data]))
         sync.run(self.store.put(self.packed.head_key, [self.packed.head]))
-        sync.run(self.store.put(POINTER_KEY, [msgspec.json.encode(self.packed.pointer)]))
+        sync.run(self.store.put(POINTER_KEY, [encode(self.packed.pointer, POINTER_KEY)]))
         return self
 
     def restart(self) -> SnapshotWriter:

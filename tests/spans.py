@@ -7,10 +7,11 @@ from pathlib import Path
 
 import msgspec
 
-from smdist.manifest import RankManifest, RankSpan, manifest_key
-from smdist.pipeline.attached import settle
-from smdist.storage import MemoryStore, sync
-from smdist.workers.summary import Summary
+from smdist.format.inline_segment import settle
+from smdist.format.manifest import RankManifest, RankSpan, manifest_key
+from smdist.storage import MemoryStore
+from smdist.storage import loop_thread as sync
+from smdist.workers.upload.summaries import Summary
 from tests.run_builder import RankWriter
 
 __all__ = ["Roller", "assert_spans_agree", "without_spans"]

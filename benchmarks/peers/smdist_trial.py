@@ -47,7 +47,7 @@ def write(place: str, run: Run) -> None:
 
 def prepare() -> None:
     """smdebug loads its SDK when it is imported, which nobody counts: so is ours."""
-    importlib.import_module("smdist.storage.s3_connection")
+    importlib.import_module("smdist.storage.s3.connection")
 
 
 def name_of(number: int) -> str:

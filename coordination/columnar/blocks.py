@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from smdist.format.manifest import StepEntry
 from smdist.identity import ModeKeys
-from smdist.manifest import StepEntry
 
 __all__ = ["Blocks", "StepKey", "greater_entry", "join_blocks", "step_number", "with_entry"]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from smdist.coordination.blocks import Blocks, join_blocks
-from smdist.coordination.columns import FIELDS, Array, Columns, Tables
+from smdist.coordination.columnar.blocks import Blocks, join_blocks
+from smdist.coordination.columnar.columns import FIELDS, Array, Columns, Tables
 
 __all__ = ["News", "empty", "extended", "pieces"]
 
@@ -57,21 +57,26 @@ def empty(attempt: int, mode: int) -> Columns:
 
 
 def pieces(columns: Columns, most: int) -> Iterator[Columns]:
-    """`columns` in parts of at most `most` steps, filled one after the other."""
+    """`columns` in parts of at most `most` steps, filled one after the other.
+
+    A part has columns for its own ranks alone, as if its steps had come by themselves.
+    """
     if len(columns.mode_steps) <= most:
         yield columns
         return
     for begin in range(0, len(columns.mode_steps), most):
         part = slice(begin, begin + most)
+        here = np.flatnonzero(columns.cells["flags"][part].any(axis=0))
         inside = (columns.more["row"] >= begin) & (columns.more["row"] < begin + most)
         more = {name: array[inside] for name, array in columns.more.items()}
         more["row"] = more["row"] - begin
+        more["column"] = np.searchsorted(here, more["column"])
         yield Columns(
             columns.attempt,
             columns.mode,
             columns.mode_steps[part],
-            columns.ranks,
-            {name: array[part] for name, array in columns.cells.items()},
+            columns.ranks[here],
+            {name: array[part][:, here] for name, array in columns.cells.items()},
             more,
             columns.layouts,
             columns.names,

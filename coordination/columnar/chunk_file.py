@@ -8,20 +8,25 @@ are 0. Metadata: format, attempt, mode, `layouts` and `names` (JSON), CRC32C of 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from smdist.codec import HeaderEntry, decode, dtype_code, header_bytes, parse_header
-from smdist.coordination.columns import FIELDS, PRESENT, Array, Columns
-from smdist.manifest import FORMAT
-from smdist.pipeline.block import crc32c
+from smdist.coordination.columnar.columns import FIELDS, PRESENT, Array, Columns
+from smdist.format.block import crc32c
+from smdist.format.dtypes import HeaderEntry, decode, dtype_code, header_bytes, parse_header
+from smdist.format.manifest import FORMAT
+from smdist.identity import ModeKeys
+from smdist.limits import MOST_CELLS, MOST_NUMBER, MOST_RANKS, MOST_TIME, check_total
 
-__all__ = ["from_bytes", "to_bytes"]
+__all__ = ["content_digest", "from_bytes", "to_bytes"]
 
 _TEXTS = {"layout": "layouts", "name": "names"}
+_CELL = {"row": np.dtype(np.int64), "column": np.dtype(np.int64)}
+_MODES = {mode.value for mode in ModeKeys}
 
 
 def to_bytes(columns: Columns) -> bytes:
@@ -55,6 +60,11 @@ def to_bytes(columns: Columns) -> bytes:
     return header_bytes(entries, metadata) + data
 
 
+def content_digest(data: bytes) -> str:
+    """The last part of its key."""
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
 def from_bytes(data: bytes) -> Columns:
     """ValueError when `data` is not what `to_bytes` made."""
     header = parse_header(data)
@@ -66,29 +76,63 @@ def from_bytes(data: bytes) -> Columns:
         raise ValueError("the checksum is not that of the data")
     arrays = {e.name: decode(body[e.start : e.stop], e.dtype, e.shape) for e in header.entries}
     try:
-        mode_steps, ranks = arrays["mode_steps"], arrays["ranks"]
-        shape = (len(mode_steps), len(ranks))
-        cells = {name: _loaded(f"cells.{name}", arrays, shape, FIELDS[name]) for name in FIELDS}
-        kinds = {**FIELDS, "row": np.dtype(np.int64), "column": np.dtype(np.int64)}
-        count = (1, int(about["blocks"]))
-        more = {
+        columns = _columns(arrays, about)
+    except (KeyError, TypeError, OverflowError, msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(f"not a range of steps: {error!r}") from error
+    _check(columns)
+    return columns
+
+
+def _columns(arrays: Mapping[str, Array], about: Mapping[str, str]) -> Columns:
+    mode_steps, ranks = (_whole(arrays[name]) for name in ("mode_steps", "ranks"))
+    shape, count = (len(mode_steps), len(ranks)), (1, int(about["blocks"]))
+    # What is not stored is 0, so numbers alone could ask for any amount of memory.
+    check_total("cells", [len(mode_steps) * len(ranks)], MOST_CELLS)
+    check_total("further blocks", [count[1]], MOST_CELLS)
+    return Columns(
+        int(about["attempt"]),
+        int(about["mode"]),
+        mode_steps,
+        ranks,
+        {name: _loaded(f"cells.{name}", arrays, shape, FIELDS[name]) for name in FIELDS},
+        {
             name: _loaded(f"more.{name}", arrays, count, dtype)[0]
             if count[1]
             else np.zeros(0, dtype)
-            for name, dtype in kinds.items()
-        }
-        return Columns(
-            int(about["attempt"]),
-            int(about["mode"]),
-            mode_steps,
-            ranks,
-            cells,
-            more,
-            msgspec.json.decode(about["layouts"], type=tuple[str, ...]),
-            msgspec.json.decode(about["names"], type=tuple[str, ...]),
-        )
-    except (KeyError, msgspec.DecodeError) as error:
-        raise ValueError(f"not a range of steps: {error!r}") from error
+            for name, dtype in {**FIELDS, **_CELL}.items()
+        },
+        msgspec.json.decode(about["layouts"], type=tuple[str, ...]),
+        msgspec.json.decode(about["names"], type=tuple[str, ...]),
+    )
+
+
+def _check(columns: Columns) -> None:
+    """ValueError when a number is none, or counts in what is not there."""
+    if columns.attempt < 0 or columns.mode not in _MODES:
+        raise ValueError(f"attempt {columns.attempt}, mode {columns.mode}")
+    steps, ranks = len(columns.mode_steps), len(columns.ranks)
+    for array, largest in ((columns.mode_steps, MOST_NUMBER), (columns.ranks, MOST_RANKS - 1)):
+        _check_range("steps or ranks", array, largest)
+        if (np.diff(array) <= 0).any():
+            raise ValueError("steps or ranks are not in order")
+    most = {"flags": 63, "layout": len(columns.layouts) - 1, "name": len(columns.names) - 1}
+    for arrays in (columns.cells, columns.more):
+        for name, dtype in FIELDS.items():
+            kind = MOST_TIME if dtype.kind == "f" else MOST_NUMBER
+            _check_range(name, arrays[name], most.get(name, kind))
+    _check_range("row", columns.more["row"], steps - 1)
+    _check_range("column", columns.more["column"], ranks - 1)
+
+
+def _check_range(name: str, array: Array, most: int) -> None:
+    if array.size and not (array.min() >= 0 and array.max() <= most):  # nor if it is no number
+        raise ValueError(f"{name} from {array.min()} to {array.max()}; 0 to {most} are read")
+
+
+def _whole(array: Array) -> Array:
+    if array.dtype != np.int64 or array.ndim != 1:
+        raise TypeError(f"{array.dtype} {list(array.shape)} are no whole numbers")
+    return array
 
 
 def _stored(name: str, array: Array, present: Array) -> Iterator[tuple[str, Array]]:
@@ -113,27 +157,30 @@ def _loaded(
     name: str, arrays: Mapping[str, Array], shape: tuple[int, int], dtype: np.dtype[Any]
 ) -> Array:
     if dtype.kind == "f":
-        return arrays[name].reshape(shape)
-    base = arrays[f"{name}.base"].reshape(-1, 1)
+        return arrays[name].astype(dtype).reshape(shape)
+    base = _whole(arrays[f"{name}.base"]).reshape(-1, 1)
     apart = arrays.get(name)
     if apart is None:
         whole = np.broadcast_to(base, shape)
+    elif apart.dtype.kind != "u":
+        raise TypeError(f"{name} is {apart.dtype}")
     else:
         whole = (apart.astype(np.uint64).reshape(shape) + base.view(np.uint64)).view(np.int64)
     return whole.astype(dtype)
 
 
 def _tidied(columns: Columns) -> Columns:
-    """With the texts that are used alone."""
+    """With the texts that are used alone, sorted: what came first must not show in the bytes."""
     cells, more, texts = dict(columns.cells), dict(columns.more), {}
     present = cells["flags"] & PRESENT != 0
     for field, table in _TEXTS.items():
-        ids = np.where(present, cells[field], 0)
-        used = np.unique(np.concatenate([[0], ids.ravel(), more[field]]))
-        cells[field] = np.searchsorted(used, ids).astype(FIELDS[field])
-        more[field] = np.searchsorted(used, more[field]).astype(FIELDS[field])
-        old = getattr(columns, table)
-        texts[table] = tuple(old[i] for i in used.tolist())
+        ids, old = np.where(present, cells[field], 0), getattr(columns, table)
+        used = np.unique(np.concatenate([[0], ids.ravel(), more[field]])).tolist()
+        used.sort(key=old.__getitem__)  # the empty text stays number 0
+        number = np.zeros(len(old), FIELDS[field])
+        number[used] = np.arange(len(used))
+        cells[field], more[field] = number[ids], number[more[field]]
+        texts[table] = tuple(old[i] for i in used)
     return Columns(
         columns.attempt,
         columns.mode,

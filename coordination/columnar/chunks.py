@@ -6,7 +6,6 @@ memory, or fetched through a source when an entry is asked for.
 
 from __future__ import annotations
 
-import hashlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
@@ -14,13 +13,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from smdist.coordination.blocks import Blocks, StepKey
-from smdist.coordination.building import empty, extended, pieces
-from smdist.coordination.chunk_file import to_bytes
-from smdist.coordination.step_rows import StepRow, StepRun, rows_of, runs_of
+from smdist.coordination.columnar.blocks import Blocks, StepKey
+from smdist.coordination.columnar.building import empty, extended, pieces
+from smdist.coordination.columnar.chunk_file import content_digest, to_bytes
+from smdist.coordination.columnar.step_rows import StepRow, StepRun, rows_of, runs_of
+from smdist.limits import MOST_CELLS, Bytes, MergedKey, Mode, check_total
 
 if TYPE_CHECKING:
-    from smdist.coordination.columns import Columns
+    from smdist.coordination.columnar.columns import Columns
 
 __all__ = ["NOTHING", "Chunk", "ChunkRef", "Fetch", "Recent", "Sealed", "Sealing", "seal"]
 
@@ -33,10 +33,22 @@ Recent = Mapping[StepKey, Mapping[int, Blocks]]
 
 
 class ChunkRef(msgspec.Struct, frozen=True, array_like=True):
-    key: str
-    nbytes: int
-    mode: int
+    key: MergedKey
+    nbytes: Bytes
+    mode: Mode
     runs: tuple[StepRun, ...]
+
+    def check(self) -> None:
+        """ValueError when it cannot be what a writer of ours has made."""
+        check_total("cells in a chunk", (run.cells for run in self.runs), MOST_CELLS)
+        last = -1
+        for run in self.runs:
+            run.check()
+            if run.mode_step <= last or (run.count > 1 and run.mode_stride < 1):
+                raise ValueError(f"{self.key}: its steps are not in order behind {last}")
+            last = run.last
+        if last < 0:
+            raise ValueError(f"{self.key}: a chunk without steps")
 
 
 Fetch = Callable[["Chunk"], "Columns"]
@@ -76,8 +88,7 @@ class Chunk:
 
     @cached_property
     def last(self) -> StepKey:
-        run = self.ref.runs[-1]
-        return (self.ref.mode, run.mode_step + (run.count - 1) * run.mode_stride)
+        return (self.ref.mode, self.ref.runs[-1].last)
 
     @cached_property
     def steps(self) -> int:
@@ -190,7 +201,7 @@ def _is_tail(sealed: Sealed, chunk: Chunk) -> bool:
 
 def _made(columns: Columns, prefix: str) -> tuple[Chunk, bytes]:
     data = to_bytes(columns)
-    digest = hashlib.blake2b(data, digest_size=8).hexdigest()
+    digest = content_digest(data)
     first = int(columns.mode_steps[0])
     key = f"{prefix}-{columns.attempt:06d}-{columns.mode}-{first:010d}-{digest}.safetensors"
     ref = ChunkRef(key, len(data), columns.mode, runs_of(columns.rows()))

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from smdist.coordination.blocks import Blocks
-from smdist.coordination.spans import Spans, spans_of
-from smdist.coordination.step_rows import StepRow
+from smdist.coordination.columnar.blocks import Blocks
+from smdist.coordination.columnar.step_rows import StepRow
+from smdist.format.intervals import Spans, spans_of
+from smdist.format.manifest import StepEntry, manifest_key, segment_key
 from smdist.identity import worker_name
-from smdist.manifest import StepEntry, manifest_key, segment_key
 
-__all__ = ["FIELDS", "Array", "Columns", "Tables", "fits"]
+__all__ = ["FIELDS", "Array", "Columns", "Tables"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -36,23 +36,13 @@ FIELDS: dict[str, np.dtype[Any]] = {
     "began": np.dtype(np.float64),
     "time": np.dtype(np.float64),
 }
-PRESENT, CLOSED, PLANNED = 1, 2, 4
+PRESENT, CLOSED, PLANNED, CONTINUES = 1, 2, 4, 32
 _NO_SEGMENT, _SEGMENT, _ATTACHED, _OTHER = 0, 8, 16, 24
 _KIND = 24
 
 _SEGMENT_KEY = re.compile(r"segments/[^/]+/\d+-(\d+)-([^/]*)\.safetensors")
 _MANIFEST_KEY = re.compile(r"manifests/[^/]+/\d+-(\d+)\.json")
 _LARGEST = (1 << 63) - 1
-
-
-def fits(entry: StepEntry) -> bool:
-    """Whether every number is one of 64 bits."""
-    return (
-        -_LARGEST <= entry.step <= _LARGEST
-        and -_LARGEST <= entry.mode_step <= _LARGEST
-        and -_LARGEST <= entry.block <= _LARGEST
-        and -_LARGEST <= entry.offset <= _LARGEST
-    )
 
 
 class Tables:
@@ -63,9 +53,10 @@ class Tables:
         self.names = {text: number for number, text in enumerate(names)}
 
     def values(self, attempt: int, rank: int, entry: StepEntry) -> tuple[Any, ...]:
-        """A row of FIELDS, for an entry that `fits`."""
+        """A row of FIELDS."""
         kind, seq, name = self._place(attempt, rank, entry.segment)
         flags = PRESENT | (CLOSED if entry.closed else 0) | (PLANNED if entry.planned else 0) | kind
+        flags |= CONTINUES if entry.continues else 0
         layout = self.layouts.setdefault(entry.layout, len(self.layouts))
         return (
             flags,
@@ -174,6 +165,7 @@ class Columns:
             began,
             time,
             bool(flags & PLANNED),
+            bool(flags & CONTINUES),
         )
 
     def _segment(self, kind: int, rank: int, seq: int, name: str) -> str:

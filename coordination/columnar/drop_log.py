@@ -12,9 +12,11 @@ from functools import cached_property
 
 import msgspec
 
-from smdist.coordination.blocks import StepKey
-from smdist.coordination.spans import Spans, spans_of
-from smdist.manifest import FORMAT, Dropped
+from smdist.coordination.columnar.blocks import StepKey
+from smdist.format.intervals import RankSpans, Spans, check_spans, spans_of
+from smdist.format.manifest import FORMAT, Dropped
+from smdist.format.stored_json import encode
+from smdist.limits import Bytes, MergedKey, Mode, Number, Rank, Stride, check_progression
 
 __all__ = [
     "NO_DROPS",
@@ -24,10 +26,11 @@ __all__ = [
     "DropLog",
     "DropRef",
     "DropRow",
+    "StoredDrops",
     "Texts",
+    "content_of",
     "drop_row",
     "dropped_of",
-    "from_json",
     "made_batch",
 ]
 
@@ -41,14 +44,14 @@ Content = Mapping[int, tuple[Drop, ...]]
 class DropRow(msgspec.Struct, frozen=True, array_like=True):
     """`names` and `reason` count in a list of texts, as they are the same again and again."""
 
-    seq: int
-    place: int
-    mode: int
-    mode_step: int
-    step: int
-    names: int
-    nbytes: int
-    reason: int
+    seq: Number
+    place: Number
+    mode: Mode
+    mode_step: Number
+    step: Number
+    names: Number
+    nbytes: Bytes
+    reason: Number
 
 
 class Texts(dict[tuple[str, ...], int]):
@@ -73,6 +76,13 @@ def drop_row(drop: Drop, texts: Texts) -> DropRow:
     )
 
 
+def check_texts(rows: Iterable[DropRow], texts: Sequence[tuple[str, ...]]) -> None:
+    """ValueError when a row names a text that is not there."""
+    for row in rows:
+        if max(row.names, row.reason) >= len(texts) or len(texts[row.reason]) != 1:
+            raise ValueError(f"a drop of step {row.step} has no text {row.names} or {row.reason}")
+
+
 def dropped_of(row: DropRow, texts: Sequence[tuple[str, ...]]) -> Drop:
     names, (reason,) = texts[row.names], texts[row.reason]
     what = Dropped(row.mode, row.mode_step, row.step, names, row.nbytes, reason)
@@ -82,13 +92,19 @@ def dropped_of(row: DropRow, texts: Sequence[tuple[str, ...]]) -> Drop:
 class DropRun(msgspec.Struct, frozen=True, array_like=True):
     """`count` steps of which the same ranks dropped something; their numbers grow by the strides."""
 
-    mode: int
-    mode_step: int
-    mode_stride: int
-    step: int
-    step_stride: int
-    count: int
-    ranks: Spans
+    mode: Mode
+    mode_step: Number
+    mode_stride: Number
+    step: Number
+    step_stride: Stride
+    count: Number
+    ranks: RankSpans
+
+    def check(self) -> None:
+        """ValueError when it cannot be what a writer of ours has made."""
+        check_progression(self.mode_step, self.mode_stride, self.count)
+        check_progression(self.step, self.step_stride, self.count)
+        check_spans(self.ranks)
 
     def steps(self) -> Iterator[tuple[StepKey, int]]:
         for i in range(self.count):
@@ -97,9 +113,14 @@ class DropRun(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DropRef(msgspec.Struct, frozen=True, array_like=True):
-    key: str
-    nbytes: int
+    key: MergedKey
+    nbytes: Bytes
     runs: tuple[DropRun, ...]
+
+    def check(self) -> None:
+        """ValueError, likewise."""
+        for run in self.runs:
+            run.check()
 
 
 class DropBatch:
@@ -155,11 +176,15 @@ class DropLog:
 NO_DROPS = DropLog()
 
 
-class _Stored(msgspec.Struct, frozen=True):
-    attempt: int
+class StoredDrops(msgspec.Struct, frozen=True):
+    attempt: Number
     texts: tuple[tuple[str, ...], ...]
-    ranks: tuple[tuple[int, tuple[DropRow, ...]], ...]
-    format: int = FORMAT
+    ranks: tuple[tuple[Rank, tuple[DropRow, ...]], ...]
+    format: Number = FORMAT
+
+    def __post_init__(self) -> None:
+        for _, rows in self.ranks:
+            check_texts(rows, self.texts)
 
 
 def made_batch(attempt: int, content: Content, prefix: str) -> tuple[DropBatch, bytes]:
@@ -171,18 +196,15 @@ def made_batch(attempt: int, content: Content, prefix: str) -> tuple[DropBatch, 
     rows = tuple(
         (rank, tuple(drop_row(drop, texts) for drop in drops)) for rank, drops in content.items()
     )
-    data = msgspec.json.encode(_Stored(attempt, tuple(texts), rows))
-    digest = hashlib.blake2b(data, digest_size=8).hexdigest()
-    ref = DropRef(f"{prefix}-{attempt:06d}-{digest}.json", len(data), tuple(_runs(content)))
+    stored = StoredDrops(attempt, tuple(texts), rows)
+    digest = hashlib.blake2b(msgspec.json.encode(stored), digest_size=8).hexdigest()
+    key = f"{prefix}-{attempt:06d}-{digest}.json"
+    data = encode(stored, key)
+    ref = DropRef(key, len(data), tuple(_runs(content)))
     return DropBatch(ref, content), data
 
 
-def from_json(data: bytes) -> Content:
-    """ValueError when `data` is no batch."""
-    try:
-        stored = msgspec.json.decode(data, type=_Stored)
-    except msgspec.DecodeError as error:  # no ValueError in older versions of msgspec
-        raise ValueError(f"not a batch of drops: {error}") from error
+def content_of(stored: StoredDrops) -> Content:
     return {
         rank: tuple(dropped_of(row, stored.texts) for row in rows) for rank, rows in stored.ranks
     }

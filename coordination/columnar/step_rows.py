@@ -11,8 +11,17 @@ from typing import NamedTuple
 
 import msgspec
 
-from smdist.coordination.blocks import Blocks
-from smdist.coordination.spans import Spans, spans_of
+from smdist.coordination.columnar.blocks import Blocks
+from smdist.format.intervals import (
+    RankSpans,
+    Spans,
+    check_spans,
+    joined,
+    size,
+    spans_of,
+    without,
+)
+from smdist.limits import Digest, Number, Stride, check_progression
 
 __all__ = ["StepRow", "StepRun", "row_of", "rows_of", "runs_of"]
 
@@ -34,16 +43,37 @@ class StepRow(NamedTuple):
 class StepRun(msgspec.Struct, frozen=True, array_like=True):
     """`count` rows; `mode_step` and `step` of each are that much more than those of the last."""
 
-    mode_step: int
-    mode_stride: int
-    step: int
-    step_stride: int
-    count: int
-    ranks: Spans
-    layouts: tuple[str, ...]
-    open: Spans = ()
+    mode_step: Number
+    mode_stride: Number
+    step: Number
+    step_stride: Stride
+    count: Number
+    ranks: RankSpans
+    layouts: tuple[Digest, ...]
+    open: RankSpans = ()
     planned: bool = True
-    numbers: tuple[tuple[int, Spans], ...] = ()
+    numbers: tuple[tuple[Number, RankSpans], ...] = ()
+
+    def check(self) -> None:
+        """ValueError when it cannot be what a writer of ours has made."""
+        check_progression(self.mode_step, self.mode_stride, self.count)
+        check_progression(self.step, self.step_stride, self.count)
+        for spans in (self.ranks, self.open, *(spans for _, spans in self.numbers)):
+            check_spans(spans)
+        if not self.ranks or without(joined((*self.open, *self._numbered)), self.ranks):
+            raise ValueError(f"step {self.mode_step} is of ranks that it has nothing of")
+
+    @property
+    def cells(self) -> int:
+        return self.count * size(self.ranks)
+
+    @property
+    def last(self) -> int:
+        return self.mode_step + (self.count - 1) * self.mode_stride
+
+    @property
+    def _numbered(self) -> Spans:
+        return tuple(span for _, spans in self.numbers for span in spans)
 
     def rows(self) -> Iterator[StepRow]:
         same = (self.ranks, self.layouts, self.open, self.planned, self.numbers)

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from smdist.coordination.coordinator import Whereabouts
-from smdist.coordination.status import RunStatus, StepReport
+from smdist.coordination.ray_actor.coordinator import Whereabouts
+from smdist.coordination.view.status import RunStatus, StepReport
 from smdist.errors import CoordinationError, SmdistError, WaitTimeout
 from smdist.identity import ModeKeys
 

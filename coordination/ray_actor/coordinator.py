@@ -4,7 +4,7 @@ Detached, named, restarted for ever. Its constructor runs again after its proces
 died, and starts watching by itself: no call of a driver is needed for that, and the store holds
 all there is to know. Ray repeats calls that were under way then, so every method may be repeated.
 
-What crosses process borders is text, numbers and JSON of `smdist.coordination.status`, so that a
+What crosses process borders is text, numbers and JSON of `smdist.coordination.view.status`, so that a
 driver and an actor of different versions understand each other; errors are those of
 `smdist.errors`. `launcher` makes an actor of the class.
 """
@@ -25,18 +25,18 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 import smdist
-from smdist.coordination.follow import Follow
-from smdist.coordination.membership import PATIENCE, Patience
-from smdist.coordination.shards import Shard, ShardedFollow
-from smdist.coordination.watch import Watch
-from smdist.coordination.watcher import FollowWith
+from smdist.coordination.service.directory_watcher import Watch
+from smdist.coordination.service.run_watcher import FollowWith
+from smdist.coordination.service.sharding import Shard, ShardedFollow
+from smdist.coordination.service.store_poller import Follow
+from smdist.coordination.view.membership import PATIENCE, Patience
 from smdist.errors import ConfigurationError, CoordinationError, NoSuchRun
 from smdist.identity import ModeKeys
-from smdist.storage.location import is_remote, open_store
-from smdist.storage.s3_settings import parse_s3_url
+from smdist.storage.s3.options import parse_s3_url
+from smdist.storage.urls import is_remote, open_store
 
 if TYPE_CHECKING:
-    from smdist.coordination.watch import Watcher
+    from smdist.coordination.service.directory_watcher import Watcher
 
 __all__ = [
     "NAMESPACE",

@@ -30,9 +30,11 @@ from zipfile import BadZipFile, ZipFile
 
 import msgspec
 
-from smdist.coordination import local_ray, wheel
-from smdist.coordination.client import CoordinatorClient
-from smdist.coordination.coordinator import (
+from smdist.coordination.ray_actor import code_package as wheel
+from smdist.coordination.ray_actor import local_head as local_ray
+from smdist.coordination.ray_actor import tokens as ray_tokens
+from smdist.coordination.ray_actor.client import CoordinatorClient
+from smdist.coordination.ray_actor.coordinator import (
     NAMESPACE,
     Coordinator,
     Settings,
@@ -65,35 +67,82 @@ def attach(address: str = "local", *, start_local: bool = True) -> Iterator[Atta
     `start_local` false: a `local` Ray has to run already. In a process that is a driver already,
     `auto` is the Ray of that, and stays connected.
     """
-    local = address == "local"
-    if local:
-        os.environ.update(local_ray.LOOPBACK)  # before ray is imported: it reads this once
-    elif address != "auto":
+    if address == "local":
+        with _attached_here(start_local) as attachment:
+            yield attachment
+        return
+    if address != "auto":
         _check(address)
     ray = _import_ray()
+    if ray.is_initialized() and address == "auto":
+        yield Attachment(ray, address, local=False, own=False)
+        return
+    _check_unattached(ray)
     if address == "auto":
-        if ray.is_initialized():
-            yield Attachment(ray, address, local=False, own=False)
-            return
         address = _cluster_here()
-    if local:
-        here = local_ray.start() if start_local else local_ray.find()
-        if here is None:
-            raise CoordinationError(
-                "no coordinator runs on this machine: smdist coordinator start --watch URL"
-            )
-        address = here.address
     _connect(ray, address, {})
     try:
-        yield Attachment(ray, address, local)
+        yield Attachment(ray, address, local=False)
     finally:
         ray.shutdown()
 
 
-def _connect(ray: Any, address: str, runtime_env: Mapping[str, Any]) -> None:
+@contextlib.contextmanager
+def _attached_here(start_local: bool) -> Iterator[Attachment]:
+    """To the local Ray. A new one on which nothing was started is ended when the block fails."""
+    os.environ.update(local_ray.LOOPBACK)  # before ray is imported: it reads this once
+    ray = _import_ray()
+    _check_unattached(ray)
+    _check_loopback()
+    here, new = local_ray.start() if start_local else (local_ray.find(), False)
+    if here is None:
+        raise CoordinationError(
+            "no coordinator runs on this machine: smdist coordinator start --watch URL"
+        )
+    attachment, stays = Attachment(ray, here.address, local=True), not new
+    try:
+        with ray_tokens.used(here.token):
+            _connect(ray, here.address, {}, local=True)
+        try:
+            yield attachment
+            stays = True
+        finally:
+            with contextlib.suppress(Exception):  # it does not answer: nothing can be on it
+                stays = stays or bool(coordinators(attachment))
+            ray.shutdown()
+    finally:
+        ray_tokens.forget()
+        if not stays:
+            local_ray.stop()
+
+
+def _check_unattached(ray: Any) -> None:
+    if ray.is_initialized():
+        raise CoordinationError(
+            "this process is connected to a Ray already, and can be to one at a time: use that "
+            "(address auto), or call ray.shutdown() first, or use another process"
+        )
+
+
+def _check_loopback() -> None:
+    """A Ray that was imported before would look for the local one elsewhere, for minutes."""
+    constants = importlib.import_module("ray._private.ray_constants")
+    if getattr(constants, "ENABLE_RAY_CLUSTER", False):
+        (name, value), *_ = local_ray.LOOPBACK.items()
+        raise CoordinationError(
+            f"ray was imported without {name}={value}, and looks for no Ray of this machine alone: "
+            "set that before the import, or use another process"
+        )
+
+
+def _connect(
+    ray: Any, address: str, runtime_env: Mapping[str, Any], *, local: bool = False
+) -> None:
     # Ray puts a handler of its own in the place of the caller's.
     before = signal.getsignal(signal.SIGTERM) if _in_main_thread() else None
     try:
+        if address != "auto":
+            ray_tokens.check(ray, address)
         ray.init(
             address=address,
             namespace=NAMESPACE,
@@ -101,7 +150,9 @@ def _connect(ray: Any, address: str, runtime_env: Mapping[str, Any]) -> None:
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+    except (ConnectionError, RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
+        if ray_tokens.is_refusal(error):
+            raise ray_tokens.refusal(address, local) from error
         raise CoordinationError(f"no Ray at {address}: {error}") from error
     finally:
         if before not in (None, signal.SIG_DFL):
@@ -125,7 +176,10 @@ def _cluster_here() -> str:
         found = {str(address) for address in services.find_gcs_addresses()}
     except (ImportError, AttributeError):
         return "auto"
-    return _which(found)
+    chosen = _which(found)
+    if chosen != "auto":  # for that, Ray does so itself
+        ray_tokens.use_any()
+    return chosen
 
 
 def _which(found: Collection[str]) -> str:
@@ -334,7 +388,7 @@ def _probe(ray: Any, modules: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
 
         missing = tuple(name for name in modules if find_spec(name) is None)
         try:
-            from smdist.coordination import wheel
+            from smdist.coordination.ray_actor import code_package as wheel
 
             return wheel.digest(), missing
         except ImportError:

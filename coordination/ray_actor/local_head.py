@@ -2,10 +2,11 @@
 
 `start` leaves a head behind that outlives the caller: `ray start --head --block` in a session of
 its own, so that `stop` can end exactly those processes. (`ray stop` ends every Ray of the machine.)
-Nothing of it listens beyond the loopback interface, since whoever reaches a Ray may run anything.
+Whoever reaches a Ray may run anything: nothing of it listens beyond the loopback interface, and it
+asks for a token that only this user can read, so that others of the machine are kept out too.
 
-One folder per user holds the record of the head, its log and Ray's own files. Unix sockets below it
-limit the length of its path.
+One folder per user holds the record of the head, its token, its log and Ray's own files. Unix sockets
+below it limit the length of its path.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -27,6 +29,7 @@ from pathlib import Path
 
 import msgspec
 
+from smdist.coordination.ray_actor.tokens import with_token
 from smdist.errors import CoordinationError
 
 __all__ = ["LOOPBACK", "LocalRay", "find", "folder", "looks_for_loopback", "start", "stop"]
@@ -49,6 +52,7 @@ class LocalRay(msgspec.Struct, frozen=True):
     pid: int
     ticks: int  # when it started, in clock ticks since boot: the pid may be another's by now
     log: str
+    token: str = ""  # file that holds it; "" where one without a token was left behind
 
 
 def folder(environ: Mapping[str, str] = os.environ) -> Path:
@@ -87,20 +91,26 @@ def _known(home: Path) -> LocalRay | None:
         return None
 
 
-def start() -> LocalRay:
-    """The one that runs, or a new one. CoordinationError says why Ray would not start."""
+def start() -> tuple[LocalRay, bool]:
+    """The one that runs, or a new one, and whether it is new.
+
+    CoordinationError says why Ray would not start.
+    """
     home = _private(folder())
     with _locked(home):
         known = find()
         if known is not None:
-            return known
+            return known, False
         _end(_known(home))
         _sweep(home)
-        process = _spawn(home)
-        address = _await_address(home, process)
-        known = LocalRay(address, process.pid, _ticks(process.pid), str(home / "head.log"))
-        (home / "head.json").write_bytes(msgspec.json.encode(known))
-        return known
+        token = _new_token(home)
+        process = _spawn(home, token)
+        pid, log = process.pid, str(home / "head.log")
+        known = LocalRay("", pid, _ticks(pid), log, token)
+        _record(home, known)  # already: if this process is killed, `stop` knows what to end
+        known = msgspec.structs.replace(known, address=_await_address(home, process))
+        _record(home, known)
+        return known, True
 
 
 def stop() -> bool:
@@ -144,8 +154,20 @@ def _locked(home: Path) -> Iterator[None]:
         yield
 
 
+def _new_token(home: Path) -> str:
+    """A file that only this user can read. Ray gets its path: an environment or a log may be read."""
+    path = home / "auth_token"
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_hex(32))
+    return str(path)
+
+
+def _record(home: Path, known: LocalRay) -> None:
+    (home / "head.json").write_bytes(msgspec.json.encode(known))
+
+
 def _sweep(home: Path) -> None:
-    for name in ("head.json", "ray/ray_current_cluster"):
+    for name in ("head.json", "auth_token", "ray/ray_current_cluster"):
         (home / name).unlink(missing_ok=True)
     for session in (home / "ray").glob("session_*"):
         if session.is_symlink():
@@ -154,7 +176,7 @@ def _sweep(home: Path) -> None:
             shutil.rmtree(session, ignore_errors=True)
 
 
-def _spawn(home: Path) -> subprocess.Popen[bytes]:
+def _spawn(home: Path, token: str) -> subprocess.Popen[bytes]:
     command = [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
         *("--port=0", *_client_port()),
@@ -172,7 +194,7 @@ def _spawn(home: Path) -> subprocess.Popen[bytes]:
             stdout=log,
             stderr=subprocess.STDOUT,
             cwd=home,
-            env={**os.environ, **LOOPBACK, **_QUIET},
+            env={**with_token(os.environ, token), **LOOPBACK, **_QUIET},
             start_new_session=True,
         )
 

@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from smdist.coordination.follow import Follow
-from smdist.coordination.inbox import Hint, Inbox
-from smdist.coordination.membership import PATIENCE, Patience
-from smdist.coordination.status import RunStatus
-from smdist.coordination.watcher import FollowWith, Watcher
+from smdist.coordination.service.hint_server import Hint, Inbox
+from smdist.coordination.service.run_watcher import FollowWith, Watcher
+from smdist.coordination.service.store_poller import Follow
+from smdist.coordination.view.membership import PATIENCE, Patience
+from smdist.coordination.view.status import RunStatus
 from smdist.errors import (
     AlreadyCoordinated,
     NoSuchRun,
@@ -26,10 +26,10 @@ from smdist.errors import (
     SmdistError,
     Superseded,
 )
-from smdist.manifest import RUN_KEY
+from smdist.format.manifest import RUN_KEY
 from smdist.storage import open_store
-from smdist.storage.base import Store
-from smdist.storage.below import Below, folders
+from smdist.storage.store import Store
+from smdist.storage.subtree import Below, folders
 
 __all__ = ["Watch", "Watcher"]
 

@@ -17,8 +17,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from smdist.errors import ObjectNotFound
-from smdist.storage.base import Store
+from smdist.errors import CorruptObject, ObjectNotFound
+from smdist.format.stored_json import encode, read
+from smdist.storage.store import Store
 
 __all__ = ["INBOX_KEY", "Address", "Hint", "Inbox", "Post"]
 
@@ -55,12 +56,12 @@ class Address(msgspec.Struct, frozen=True):
 
     async def announce(self, store: Store, epoch: int, now: float) -> None:
         post = Post(self.host, self.port, self.token, epoch, now)
-        await store.put(INBOX_KEY, [msgspec.json.encode(post)])
+        await store.put(INBOX_KEY, [encode(post, INBOX_KEY)])
 
     async def withdraw(self, store: Store) -> None:
         """Unless another one has announced its own since."""
-        with contextlib.suppress(ObjectNotFound, msgspec.DecodeError):
-            post = msgspec.json.decode(await store.get(INBOX_KEY), type=Post)
+        with contextlib.suppress(ObjectNotFound, CorruptObject):
+            post = await read(store, INBOX_KEY, Post)
             if post.token == self.token:
                 await store.delete(INBOX_KEY)
 

@@ -28,7 +28,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from smdist.coordination.snapshot import Pointer
+from smdist.coordination.snapshot.pack import Pointer
+from smdist.limits import Number, Seconds, Time
 
 __all__ = [
     "CLAIMS",
@@ -81,22 +82,22 @@ class Standing(NamedTuple):
 class Claim(msgspec.Struct, frozen=True):
     """`owner` is who may come back after a crash: it is the same in its next life, `writer` is not."""
 
-    epoch: int
+    epoch: Number
     writer: str
     owner: str
     host: str
-    pid: int
-    time: float
-    lease_s: float
+    pid: Number
+    time: Time
+    lease_s: Seconds
 
 
 class Lease(msgspec.Struct, frozen=True):
     """Only its writer writes it, so that a late renewal of an old one replaces nothing."""
 
-    epoch: int
+    epoch: Number
     writer: str
-    time: float
-    lease_s: float
+    time: Time
+    lease_s: Seconds
     released: bool = False
     pointer: Pointer | None = None
 

@@ -15,9 +15,7 @@ import socket
 from collections.abc import Callable
 from typing import TypeVar
 
-import msgspec
-
-from smdist.coordination.commit import (
+from smdist.coordination.service.leadership import (
     CLAIMS,
     Cadence,
     Claim,
@@ -31,9 +29,10 @@ from smdist.coordination.commit import (
     overtaken,
     safe_writer,
 )
-from smdist.coordination.snapshot import POINTER_KEY, Packed, Pointer
-from smdist.errors import AlreadyCoordinated, ObjectNotFound, SmdistError, Superseded
-from smdist.storage.base import Store
+from smdist.coordination.snapshot.pack import POINTER_KEY, Packed, Pointer
+from smdist.errors import AlreadyCoordinated, CorruptObject, ObjectNotFound, SmdistError, Superseded
+from smdist.format.stored_json import encode, read
+from smdist.storage.store import Store
 
 __all__ = ["Tenure"]
 
@@ -122,7 +121,7 @@ class Tenure:
             self._now(),
             self._cadence.lease_s,
         )
-        await self._store.put(standing.claim_key, [msgspec.json.encode(claim)])
+        await self._put(standing.claim_key, claim)
 
     async def _about(self, standing: Standing) -> tuple[Claim | None, Lease | None]:
         return (
@@ -184,10 +183,10 @@ class Tenure:
         lease = Lease(
             self.epoch, self.writer, self._spoken_at, self._cadence.lease_s, released, self.pointer
         )
-        await self._store.put(self._standing.lease_key, [msgspec.json.encode(lease)])
+        await self._put(self._standing.lease_key, lease)
 
     async def _point(self, pointer: Pointer) -> None:
-        await self._store.put(POINTER_KEY, [msgspec.json.encode(pointer)])
+        await self._put(POINTER_KEY, pointer)
 
     async def _check(self) -> None:
         """Superseded when there is a greater claim, with the pointer as its owner left it."""
@@ -204,9 +203,12 @@ class Tenure:
             await self._point(pointer)
             restored = pointer
 
+    async def _put(self, key: str, value: Claim | Lease | Pointer) -> None:
+        await self._store.put(key, [encode(value, key)])
+
     async def _read(self, key: str, kind: type[T]) -> T | None:
         """None when it is not there, or makes no sense: then it is as if it were not."""
         try:
-            return msgspec.json.decode(await self._store.get(key), type=kind)
-        except (ObjectNotFound, msgspec.DecodeError):
+            return await read(self._store, key, kind)
+        except (ObjectNotFound, CorruptObject):
             return None

@@ -11,14 +11,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from smdist.coordination.follow import Follow
-from smdist.coordination.membership import finished
-from smdist.coordination.merge import Fact
-from smdist.coordination.status import RunStatus
-from smdist.coordination.track import Rhythm, Track
-from smdist.coordination.watcher import Watcher
+from smdist.coordination.service.poll_schedule import Rhythm, Track
+from smdist.coordination.service.run_watcher import Watcher
+from smdist.coordination.service.store_poller import Follow
+from smdist.coordination.view.membership import finished
+from smdist.coordination.view.run_view import Fact
+from smdist.coordination.view.status import RunStatus
 from smdist.errors import CoordinationError, SmdistError
-from smdist.storage.base import Store
+from smdist.storage.store import Store
 
 __all__ = ["Merged", "merge_once"]
 
@@ -69,7 +69,11 @@ class _Once(Watcher):
         known = -1
         while known < self._manifests:
             known = self._manifests
-            await super()._poll()  # at least once: it folds what was found while it was opened, too
+            try:
+                await super()._poll()  # at least once: it folds what was found on opening, too
+            except (SmdistError, OSError) as error:
+                self.error = error
+                raise
             if self._follow.settled:
                 return
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from smdist.format.manifest import RankManifest, Session, manifest_key
 from smdist.identity import worker_name
-from smdist.manifest import RankManifest, manifest_key
 
 if TYPE_CHECKING:
-    from smdist.coordination.merge import RankView
+    from smdist.coordination.view.run_view import RankView
 
 __all__ = ["Rhythm", "Track", "track_of"]
 
@@ -64,6 +64,7 @@ class Track:
     alive_at: float = 0.0  # newest sign of life, by our clock
     met_at: float = 0.0  # by our clock
     session: str = ""  # whose manifests they are, if that is known
+    suspect: Session | None = None  # it may be theirs
     listed: bool = False  # once, since we came: they may have piled up before
 
     def __post_init__(self) -> None:

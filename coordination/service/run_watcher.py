@@ -14,27 +14,27 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from smdist.coordination.commit import Cadence, Pending, snapshot_due
-from smdist.coordination.describe import attempt_lines, latest_complete, rank_lines, waited_for
-from smdist.coordination.follow import Follow, Found, Rhythm
-from smdist.coordination.membership import (
+from smdist.coordination.service.leadership import Cadence, Pending, snapshot_due
+from smdist.coordination.service.lease import Tenure
+from smdist.coordination.service.snapshot_cleanup import Sweeper
+from smdist.coordination.service.store_poller import Follow, Found, Rhythm
+from smdist.coordination.snapshot.pack import Packed, compacted, load_view, pack
+from smdist.coordination.view.describe import attempt_lines, latest_complete, rank_lines, waited_for
+from smdist.coordination.view.membership import (
     PATIENCE,
     Patience,
     RankReport,
+    check_absent,
     expected_ranks,
     finished,
     rank_reports,
 )
-from smdist.coordination.merge import Fact, StepKey, View, add
-from smdist.coordination.snapshot import Packed, compacted, load_view, pack
-from smdist.coordination.status import RunState, RunStatus, StepReport
-from smdist.coordination.steps import StepBook
-from smdist.coordination.sweep import Sweeper
-from smdist.coordination.tenure import Tenure
+from smdist.coordination.view.run_view import Fact, StepKey, View, add
+from smdist.coordination.view.status import RunState, RunStatus, StepReport
+from smdist.coordination.view.step_index import StepBook
 from smdist.errors import (
     CoordinationError,
+    CorruptObject,
     NoSuchRun,
     ObjectNotFound,
     SmdistError,
@@ -43,13 +43,15 @@ from smdist.errors import (
     Superseded,
     WaitTimeout,
 )
+from smdist.format.intervals import spans_of, without
+from smdist.format.manifest import FORMAT, RUN_KEY, Heartbeat, RankManifest, Run
+from smdist.format.stored_json import read
 from smdist.identity import ModeKeys
-from smdist.manifest import FORMAT, RUN_KEY, Heartbeat, RankManifest, Run
 from smdist.storage import open_store
-from smdist.storage.base import Store
+from smdist.storage.store import Store
 
 if TYPE_CHECKING:
-    from smdist.coordination.inbox import Address
+    from smdist.coordination.service.hint_server import Address
 
 __all__ = ["Watcher"]
 
@@ -160,13 +162,9 @@ class Watcher:
 
     async def _read_run(self) -> Run:
         try:
-            data = await self._store.get(RUN_KEY)
+            run = await read(self._store, RUN_KEY, Run)
         except ObjectNotFound:
             raise NoSuchRun(self.url) from None
-        try:
-            run = msgspec.json.decode(data, type=Run)
-        except msgspec.DecodeError as error:
-            raise CoordinationError(f"{self.url}: run.json is not a run's: {error}") from error
         if run.format > FORMAT:
             raise CoordinationError(
                 f"{self.url} was written in format {run.format}; this smdist reads up to {FORMAT}: "
@@ -203,6 +201,7 @@ class Watcher:
             return False
         try:
             loaded = await load_view(self._store, pointer)
+            check_absent(self.url, loaded.view)
         except (SmdistError, OSError, ValueError) as error:
             self._trouble = f"snapshot {pointer.number} cannot be read, all is read anew: {error}"
             return False
@@ -358,6 +357,12 @@ class Watcher:
         touched: dict[int, set[StepKey]] = {}
         for fact in fresh:
             add(self._view, fact)
+        try:
+            check_absent(self.url, self._view)
+        except CorruptObject:
+            self._forget()  # it would be too large to tell of
+            raise
+        for fact in fresh:
             keys = touched.setdefault(fact.attempt, set())
             if isinstance(fact, RankManifest):
                 keys.update((entry.mode, entry.mode_step) for entry in fact.steps)
@@ -388,7 +393,8 @@ class Watcher:
 
     def _absent(self) -> bool:
         newest = max(self._view.attempts)
-        return not set(expected_ranks(self._view, newest)) <= set(self._view.attempts[newest])
+        known = spans_of(self._view.attempts[newest])
+        return bool(without(expected_ranks(self._view, newest).spans, known))
 
     async def _write(self) -> bool:
         now, tenure = self._now(), self._tenure

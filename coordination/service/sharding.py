@@ -31,12 +31,12 @@ from typing import Optional
 
 import msgspec
 
-from smdist.coordination.follow import Follow, Found, Rhythm, Track
-from smdist.coordination.merge import Fact
-from smdist.layout import Layout
-from smdist.manifest import Heartbeat, RankManifest, Session
-from smdist.storage.base import Store
-from smdist.storage.below import Below
+from smdist.coordination.service.store_poller import Follow, Found, Rhythm, Track
+from smdist.coordination.view.run_view import Fact
+from smdist.format.layout import Layout
+from smdist.format.manifest import Heartbeat, RankManifest, Session
+from smdist.storage.store import Store
+from smdist.storage.subtree import Below
 
 __all__ = ["Asked", "Call", "Shard", "ShardedFollow", "Told"]
 

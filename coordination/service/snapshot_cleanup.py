@@ -13,9 +13,9 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from smdist.coordination.snapshot import Packed, Pointer
+from smdist.coordination.snapshot.pack import Packed, Pointer
 from smdist.errors import SmdistError, StoreForbidden
-from smdist.storage.base import Store
+from smdist.storage.store import Store
 
 __all__ = ["Sweeper"]
 

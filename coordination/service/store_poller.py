@@ -22,38 +22,41 @@ from functools import partial
 from itertools import count, takewhile
 from typing import TypeVar
 
-import msgspec
-
-from smdist.coordination.backlog import Stretch, all_of, read_in_order
-from smdist.coordination.membership import Heard
-from smdist.coordination.merge import Fact, View
-from smdist.coordination.rolling import Span, cover
-from smdist.coordination.track import Rhythm, Track, track_of
-from smdist.errors import ObjectNotFound, SmdistError, StoreForbidden
-from smdist.identity import worker_rank
-from smdist.layout import Layout
-from smdist.manifest import (
+from smdist.coordination.service.poll_schedule import Rhythm, Track, track_of
+from smdist.coordination.view.membership import Heard
+from smdist.coordination.view.orphans import Owner, find_orphans
+from smdist.coordination.view.run_view import Fact, View, World
+from smdist.coordination.view.span_reader import Stretch, all_of, read_in_order
+from smdist.coordination.view.vetting import attested, check_owner, doubt, of_session, whole_summary
+from smdist.errors import CorruptObject, ObjectNotFound, SmdistError, StoreForbidden
+from smdist.format.inline_segment import settle
+from smdist.format.intervals import Members
+from smdist.format.layout import Layout
+from smdist.format.manifest import (
+    RUN_KEY,
     Heartbeat,
     RankManifest,
     RankSpan,
     RankSummary,
+    Run,
     Session,
     heartbeat_key,
     layout_key,
+    session_key,
 )
-from smdist.pipeline.attached import settle
-from smdist.storage.base import Store
+from smdist.format.manifest_spans import Span, cover
+from smdist.format.stored_json import decode
+from smdist.identity import worker_name, worker_rank
+from smdist.storage.store import Store
 
 __all__ = ["Follow", "Found", "Rhythm", "Track"]
 
 A = TypeVar("A")
 T = TypeVar("T")
 
-Owner = tuple[int, int]
-"""Attempt and rank."""
-
 _SESSION = re.compile(r"sessions/worker_(\d+)/(\d+)\.json")
 _SUMMARY = re.compile(r"summaries/worker_(\d+)/(\d+)\.json")
+_SEQ = re.compile(r"(\d+)\.json")
 _MOST_WINDOW = 16  # manifests of a rank asked for at once, when it has a backlog
 _MOST_AT_ONCE = 64  # manifests of a rank in one poll: snapshots go on while a backlog is read
 _MOST_BY_SPANS = 4096  # likewise, where one request is for many
@@ -94,6 +97,9 @@ class Follow:
     _summaries: bool = True
     _errors: int = 0
     _looked: bool = False  # for more ranks, since the last one has said its last word
+    _run_id: str = ""
+    _worlds: set[tuple[int, World]] = field(default_factory=set)  # by attempt
+    _unanswered: set[str] = field(default_factory=set)  # keys of which the store said nothing
 
     # -- where it stands -------------------------------------------------------------------------
 
@@ -184,17 +190,24 @@ class Follow:
             raise
 
     async def _get(self, key: str, kind: type[T]) -> T | None:
-        """None when it is not there. DecodeError, SmdistError and OSError are the caller's."""
+        """None when it is not there. CorruptObject, SmdistError and OSError are the caller's."""
+        data = await self._bytes(key)
+        return None if data is None else decode(data, kind, key, self.store.url)
+
+    async def _bytes(self, key: str) -> bytes | None:
         try:
             data = await self.store.get(key)
         except ObjectNotFound:
             self._errors = 0
             return None
+        except CorruptObject:  # the store has answered
+            self._errors = 0
+            raise
         except (SmdistError, OSError):
             self._errors += 1
             raise
         self._errors = 0
-        return msgspec.json.decode(data, type=kind)
+        return data
 
     async def _list(self, prefix: str, after: str) -> Sequence[str]:
         try:
@@ -215,19 +228,24 @@ class Follow:
                 if (match := _SESSION.fullmatch(key)) and int(match[1]) % share[1] == share[0]
             }
             fresh = {owner: key for owner, key in owners.items() if owner not in self.tracks}
-            if fresh and self._summaries:
-                await self._load_summaries(fresh, found)
+            if fresh and not self._run_id:
+                run = await self._bearing(RUN_KEY, self._get(RUN_KEY, Run))
+                self._run_id = run.run_id if run is not None else ""
+            if self._summaries:
+                await self._load_summaries(owners, found)
         except (SmdistError, OSError) as error:
             self.troubles["sessions/"] = f"sessions cannot be listed: {error}"
             self._discover_at = now + rhythm.discover_s
             return
         self._looked = True
-        self._summaries = False  # who comes from now on is alive
+        first, self._summaries = self._summaries, False  # who comes from now on is alive
         self.troubles.pop("sessions/", None)
         if fresh:
             self._changed_at = now
         rest = [(owner, key) for owner, key in fresh.items() if owner not in self.tracks]
         await self._each(lambda item: self._session(*item, found), rest)
+        if first and not self.failing:
+            await self._adopt_orphans(found)
         young = now - self._changed_at < rhythm.young_s
         # A listing of many is several requests.
         every_s = rhythm.interval_s if young else max(rhythm.discover_s, self.quiet_s)
@@ -245,42 +263,79 @@ class Follow:
         rest = [track for track in self.tracks.values() if not track.ended]
         await self._each(lambda track: self._read(track, found), rest)
 
-    async def _session(self, owner: Owner, key: str, found: Found) -> None:
-        session = await self._bearing(key, Session)
-        if session is None or (session.attempt, session.rank) != owner:
-            return
-        self.take(session)
-        found.sessions += 1
-        now = self.now()
-        self.tracks[owner] = Track(
-            *owner, heard_at=now, seen_at=session.started, session=session.session
-        )
+    async def _get_session(self, owner: Owner, key: str) -> Session | None:
+        session = await self._get(key, Session)
+        if session is not None:
+            check_owner(session, owner, key, self.store.url)
+        return session
 
-    async def _load_summaries(self, fresh: Mapping[Owner, str], found: Found) -> None:
+    async def _session(self, owner: Owner, key: str, found: Found) -> None:
+        session = await self._bearing(key, self._get_session(owner, key))
+        if session is not None and (why := doubt(session, self._run_id)):
+            self.troubles[key] = f"{key} is doubtful: {why}"
+            self.tracks[owner] = Track(*owner, heard_at=self.now(), suspect=session)
+        elif session is not None:
+            self._begin(session, found)
+        elif key in self.troubles and key not in self._unanswered:
+            self.tracks[owner] = Track(*owner, heard_at=self.now())  # manifests say what is needed
+
+    def _begin(self, session: Session, found: Found) -> Track:
+        self.take(session)
+        self._worlds.add((session.attempt, World(session.world_size, session.include_workers)))
+        found.sessions += 1
+        owner, now = (session.attempt, session.rank), self.now()
+        track = Track(*owner, heard_at=now, seen_at=session.started, session=session.session)
+        self.tracks[owner] = track
+        return track
+
+    async def _adopt_orphans(self, found: Found) -> None:
+        """Once: ranks that have stored something, and whose session was removed."""
+        index, number = self.share
+        expected = (
+            (attempt, rank)
+            for attempt, world in self._worlds
+            for rank in Members(world.expected_ranks())
+            if rank % number == index
+        )
+        try:
+            orphans = await find_orphans(self.store, self.tracks, expected)
+        except (SmdistError, OSError) as error:
+            self.troubles["manifests/"] = f"manifests cannot be listed: {error}"
+            return
+        for owner in sorted(owner for owner in orphans if owner[1] % number == index):
+            key = session_key(worker_name(owner[1]), owner[0])
+            await self._session(owner, key, found)
+            if owner not in self.tracks and key not in self._unanswered:
+                self.troubles[key] = f"{key} is missing, though there are manifests"
+                self.tracks[owner] = Track(*owner, heard_at=self.now())
+
+    async def _load_summaries(self, sessions: Mapping[Owner, str], found: Found) -> None:
         """One request for each rank that had ended before we came."""
-        keys = [
-            key
+        index, number = self.share
+        keys = {
+            owner: key
             for key in await self.store.list("summaries/")
-            if (match := _SUMMARY.fullmatch(key)) and (int(match[2]), int(match[1])) in fresh
-        ]
-        await self._each(lambda key: self._summary(key, found), keys)
+            if (match := _SUMMARY.fullmatch(key)) and int(match[1]) % number == index
+            if (owner := (int(match[2]), int(match[1]))) not in self.tracks
+        }
+        await self._each(lambda key: self._summary(key, found), keys.values())
+        for attempt, rank in keys.keys() - sessions.keys():
+            key = session_key(worker_name(rank), attempt)
+            self.troubles[key] = f"{key} is missing, though there is a summary"
 
     async def _summary(self, key: str, found: Found) -> None:
-        try:
-            summary = await self._get(key, RankSummary)
-        except (SmdistError, OSError, msgspec.DecodeError):
+        summary = await self._bearing(key, self._get_summary(key))
+        if summary is None:
             return  # the manifests say the same
-        if summary is None or not summary.whole:
-            return
-        session, now = summary.session, self.now()
-        track = Track(session.attempt, session.rank, heard_at=now, session=session.session)
-        if not key.endswith(f"{track.worker}/{track.attempt:06d}.json"):
-            return
-        self.take(session)
-        found.sessions += 1
+        track = self._begin(summary.session, found)
         for manifest in summary.manifests:
             self._took(track, manifest, found)
-        self.tracks[track.attempt, track.rank] = track
+
+    async def _get_summary(self, key: str) -> RankSummary | None:
+        summary = await self._get(key, RankSummary)
+        if summary is None:
+            return None
+        return whole_summary(summary, self._run_id, key, self.store.url)
 
     # -- one rank --------------------------------------------------------------------------------
 
@@ -357,30 +412,33 @@ class Follow:
         stretch = Stretch(track.attempt, track.rank, track.session, span)
         try:
             made = await self._get(stretch.key, RankSpan)
-        except (StoreForbidden, msgspec.DecodeError):
+            return None if made is None else stretch.found(made, self.store.url)
+        except StoreForbidden:
             return None  # its parts say the same
-        return None if made is None else stretch.found(made)
+        except CorruptObject as error:
+            self.troubles[stretch.key] = f"{stretch.key} was passed over: {error}"
+            return None
 
     async def _manifest(self, track: Track, seq: int) -> RankManifest | None:
         key = track.key(seq)
         try:
             manifest = await self._get(key, RankManifest)
-        except msgspec.DecodeError as error:
+            if manifest is not None:
+                of_session(manifest, track.session, key, self.store.url)
+        except CorruptObject as error:
             # A power cut emptied it; its writer, if it lives, writes it once more.
             self.troubles[key] = f"{key} makes no sense: {error}"
             track.torn = True
             return None
-        if manifest is None:
-            return None
-        if (manifest.attempt, manifest.rank, manifest.seq) != (track.attempt, track.rank, seq):
-            self.troubles[key] = f"{key} is of something else"
-            track.torn = True
-            return None
-        self.troubles.pop(key, None)
+        if manifest is not None:
+            self.troubles.pop(key, None)
         return manifest
 
     def _took(self, track: Track, manifest: RankManifest, found: Found) -> None:
         manifest, _ = settle(track.key(manifest.seq), manifest)
+        if not track.session:
+            track.session = manifest.session
+            self.take(attested(manifest, track.suspect))
         self.take(manifest)
         self.want(entry.layout for entry in manifest.steps)
         track.took(manifest, self.now())
@@ -395,15 +453,21 @@ class Follow:
         key = heartbeat_key(track.worker, track.attempt)
         now, rhythm = self.now(), self.rhythm
         track.beat_due_at = now + max(rhythm.beat_s, rhythm.silence(now - track.alive_at))
-        beat = await self._bearing(key, Heartbeat)
-        track.farewell = track.final and key not in self.troubles
-        if beat is None or (beat.attempt, beat.rank) != (track.attempt, track.rank):
+        beat = await self._bearing(key, self._get_beat(key, track))
+        track.farewell = track.final and key not in self._unanswered
+        if beat is None:
             return  # a young rank has none yet
         if beat.time > track.beaten_at:
             track.beaten_at, track.seen_at = beat.time, max(beat.time, track.seen_at)
             track.alive_at = self.now()
             found.beats += 1
             self.take(beat)
+
+    async def _get_beat(self, key: str, track: Track) -> Heartbeat | None:
+        beat = await self._get(key, Heartbeat)
+        if beat is not None:
+            of_session(beat, track.session, key, self.store.url)
+        return beat
 
     def _stuck(self, track: Track) -> bool:
         """Whether its manifests may have a gap, which asking for the next one never passes."""
@@ -421,14 +485,16 @@ class Follow:
             keys = await self._list(track.prefix, after=before)
         except (SmdistError, OSError):
             return
-        if keys and keys[0] == track.key(track.seq):
+        names = (_SEQ.fullmatch(key.removeprefix(track.prefix)) for key in keys)
+        seqs = [int(name[1]) for name in names if name and int(name[1]) >= track.seq]
+        if seqs and seqs[0] == track.seq:
             if not track.torn:  # it was written a moment ago
                 await self._read(track, found)
                 return
-            keys = keys[1:]
-        if not keys:
+            seqs = seqs[1:]
+        if not seqs:
             return
-        seq = int(keys[0].removeprefix(track.prefix).removesuffix(".json"))
+        seq = seqs[0]
         more = seq - track.seq - 1
         them = f"and {more} after it were" if more else "was"
         self.troubles[track.key(track.seq)] = f"{track.key(track.seq)} {them} passed over"
@@ -440,23 +506,25 @@ class Follow:
     async def _layout(self, digest: str, found: Found) -> None:
         key = layout_key(digest)
         self._wanted[digest] = self.now() + self.rhythm.discover_s
-        text = await self._bearing(key, msgspec.Raw)
-        if text is None:
-            return
-        try:
-            self.layouts[digest] = Layout.from_json(memoryview(text), digest)
-        except msgspec.DecodeError as error:
-            self.troubles[key] = f"{key} cannot be read: {error}"
-            return
-        del self._wanted[digest]
-        found.layouts += 1
+        layout = await self._bearing(key, self._get_layout(key, digest))
+        if layout is not None:
+            self.layouts[digest] = layout
+            del self._wanted[digest]
+            found.layouts += 1
 
-    async def _bearing(self, key: str, kind: type[T]) -> T | None:
+    async def _get_layout(self, key: str, digest: str) -> Layout | None:
+        data = await self._bytes(key)
+        return None if data is None else Layout.from_json(data, digest, key, self.store.url)
+
+    async def _bearing(self, key: str, reading: Awaitable[T | None]) -> T | None:
         """What is there; None, and a note if it is strange, when nothing can be read."""
+        self._unanswered.discard(key)
         try:
-            value = await self._get(key, kind)
-        except (SmdistError, OSError, msgspec.DecodeError) as error:
+            value = await reading
+        except (SmdistError, OSError) as error:
             self.troubles[key] = f"{key} cannot be read: {error}"
+            if not isinstance(error, CorruptObject):
+                self._unanswered.add(key)
             return None
         self.troubles.pop(key, None)
         return value

@@ -11,12 +11,37 @@ from typing import Optional
 
 import msgspec
 
-from smdist.coordination.drop_log import DropRef, DropRow, Texts, drop_row, dropped_of
-from smdist.coordination.merge import Head as RankHead
-from smdist.coordination.merge import RankView, World
-from smdist.coordination.sealed import ChunkRef
-from smdist.coordination.spans import Spans
-from smdist.manifest import FORMAT, Heartbeat, Session, StepEntry
+from smdist.coordination.columnar.chunks import ChunkRef
+from smdist.coordination.columnar.drop_log import (
+    DropRef,
+    DropRow,
+    Texts,
+    check_texts,
+    drop_row,
+    dropped_of,
+)
+from smdist.coordination.view.run_view import Head as RankHead
+from smdist.coordination.view.run_view import RankView, World
+from smdist.format.intervals import (
+    StoredSpans,
+    check_spans,
+    joined,
+    size,
+    spans_of,
+    without,
+)
+from smdist.format.manifest import FORMAT, Heartbeat, Session, StepEntry
+from smdist.limits import (
+    MOST_CELLS,
+    MOST_STEPS,
+    MergedKey,
+    Mode,
+    Number,
+    Rank,
+    Seconds,
+    Time,
+    check_total,
+)
 
 __all__ = [
     "POINTER_KEY",
@@ -35,53 +60,80 @@ POINTER_KEY = "merged/current.json"
 class Pointer(msgspec.Struct, frozen=True):
     """`interval_s`: the next one is to be expected after that long. `final`: there will be none."""
 
-    epoch: int
-    number: int
-    head: str
-    time: float
-    interval_s: float
+    epoch: Number
+    number: Number
+    head: MergedKey
+    time: Time
+    interval_s: Seconds
     final: bool
 
 
 class RankRow(msgspec.Struct, frozen=True, array_like=True):
     """A `RankView`; of its steps and drops only those that are in no chunk or batch."""
 
-    rank: int
+    rank: Rank
     session: Optional[Session]  # noqa: UP045 (3.10)
     heartbeat: Optional[Heartbeat]  # noqa: UP045
     head: Optional[RankHead]  # noqa: UP045
     worlds: tuple[World, ...]
-    passed: tuple[tuple[int, int], ...]
-    closed_at: float
+    passed: tuple[tuple[Mode, Number], ...]
+    closed_at: Time
     drops: tuple[DropRow, ...]
-    troubles: tuple[tuple[int, int, str], ...]
-    seen: Spans
+    troubles: tuple[tuple[Number, Number, str], ...]
+    seen: StoredSpans
     loose: tuple[StepEntry, ...]
-    first: Optional[tuple[int, float]] = None  # noqa: UP045
+    first: Optional[tuple[Number, Time]] = None  # noqa: UP045
+    records: StoredSpans = ()
 
 
 class AttemptRow(msgspec.Struct, frozen=True):
-    attempt: int
+    attempt: Number
     ranks: tuple[RankRow, ...]
     chunks: tuple[ChunkRef, ...]
     drops: tuple[DropRef, ...] = ()
+
+    def check(self, texts: Sequence[tuple[str, ...]]) -> None:
+        """ValueError when it cannot be what a writer of ours has made."""
+        refs: tuple[ChunkRef | DropRef, ...] = (*self.chunks, *self.drops)
+        for row in self.ranks:
+            check_spans(row.seen)
+            check_spans(row.records)
+            check_texts(row.drops, texts)
+        for ref in refs:
+            ref.check()
+        named = {run.ranks for ref in refs for run in ref.runs}
+        known = spans_of(row.rank for row in self.ranks)
+        strange = without(joined(span for spans in named for span in spans), known)
+        if strange:
+            raise ValueError(f"rank {strange[0][0]} of attempt {self.attempt} has steps and no row")
 
 
 class Head(msgspec.Struct, frozen=True):
     """`layouts` by digest; more of them are in the objects `layout_packs`."""
 
     run_id: str
-    epoch: int
-    number: int
+    epoch: Number
+    number: Number
     writer: str
-    time: float
-    interval_s: float
+    time: Time
+    interval_s: Seconds
     final: bool
     attempts: tuple[AttemptRow, ...]
     texts: tuple[tuple[str, ...], ...]
     layouts: dict[str, msgspec.Raw]
-    layout_packs: tuple[str, ...]
-    format: int = FORMAT
+    layout_packs: tuple[MergedKey, ...]
+    format: Number = FORMAT
+
+    def check(self) -> None:
+        """ValueError when it cannot be what a writer of ours has made."""
+        for row in self.attempts:
+            row.check(self.texts)
+        chunks = [ref for row in self.attempts for ref in row.chunks]
+        drops = [ref for row in self.attempts for ref in row.drops]
+        saved = (run.count for ref in chunks for run in ref.runs)
+        check_total("steps in this snapshot", saved, MOST_STEPS)
+        dropped = (run.count * size(run.ranks) for ref in drops for run in ref.runs)
+        check_total("dropped steps of ranks in this snapshot", dropped, MOST_CELLS)
 
 
 def head_key(epoch: int, number: int, writer: str) -> str:
@@ -105,6 +157,7 @@ def rank_row(rank: int, known: RankView, texts: Texts) -> RankRow:
         known.seen,
         tuple(entry for _, blocks in sorted(known.steps.items()) for entry in blocks),
         known.first,
+        known.records,
     )
 
 
@@ -121,6 +174,7 @@ def rank_view(row: RankRow, texts: Sequence[tuple[str, ...]]) -> RankView:
         frozenset(row.troubles),
         row.seen,
         row.first,
+        row.records,
     )
     for entry in row.loose:
         key = (entry.mode, entry.mode_step)

@@ -13,11 +13,17 @@ from typing import NamedTuple
 
 import msgspec
 
-from smdist.layout import Layout
+from smdist.format.layout import Layout
+from smdist.format.stored_json import encode, read
+from smdist.storage.store import Store
 
-__all__ = ["PackedLayouts", "pack_layouts", "unpack_layouts"]
+__all__ = ["PackedLayouts", "pack_layouts", "read_pack"]
 
 _PACK_BYTES = 1 << 20
+
+
+class _Pack(msgspec.Struct, frozen=True):
+    layouts: dict[str, msgspec.Raw]
 
 
 class PackedLayouts(NamedTuple):
@@ -47,7 +53,7 @@ def pack_layouts(
             nbytes = 0
     keys = tuple(_key(group) for group in groups[:-1])
     objects = tuple(
-        (key, msgspec.json.encode({digest: msgspec.Raw(texts[digest]) for digest in group}))
+        (key, encode(_Pack({digest: msgspec.Raw(texts[digest]) for digest in group}), key))
         for key, group in zip(keys, groups, strict=False)
         if key not in stored
     )
@@ -55,8 +61,8 @@ def pack_layouts(
     return PackedLayouts(inline, keys, objects, texts)
 
 
-def unpack_layouts(data: bytes) -> dict[str, msgspec.Raw]:
-    return msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+async def read_pack(store: Store, key: str) -> dict[str, msgspec.Raw]:
+    return (await read(store, key, _Pack)).layouts
 
 
 def _key(digests: list[str]) -> str:

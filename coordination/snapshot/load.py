@@ -10,19 +10,26 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from smdist.coordination.chunk_file import from_bytes
-from smdist.coordination.columns import Columns
-from smdist.coordination.drop_log import Content, DropBatch, DropLog, from_json
-from smdist.coordination.head import Head, Pointer, rank_view
-from smdist.coordination.layout_packs import unpack_layouts
-from smdist.coordination.merge import View
-from smdist.coordination.sealed import Chunk, Fetch, Sealed
+from smdist.coordination.columnar.chunk_file import content_digest, from_bytes
+from smdist.coordination.columnar.chunks import Chunk, Fetch, Sealed
+from smdist.coordination.columnar.columns import Columns
+from smdist.coordination.columnar.drop_log import (
+    Content,
+    DropBatch,
+    DropLog,
+    StoredDrops,
+    content_of,
+)
+from smdist.coordination.snapshot.head import Head, Pointer, head_key, rank_view
+from smdist.coordination.snapshot.layout_packs import read_pack
+from smdist.coordination.view.run_view import View
 from smdist.errors import CorruptObject
-from smdist.layout import Layout
-from smdist.manifest import FORMAT
+from smdist.format.layout import Layout
+from smdist.format.manifest import FORMAT
+from smdist.format.stored_json import read
 
 if TYPE_CHECKING:
-    from smdist.storage.base import Store
+    from smdist.storage.store import Store
 
 __all__ = [
     "Loaded",
@@ -47,11 +54,7 @@ class Loaded:
 
 
 async def load_head(store: Store, pointer: Pointer) -> Head:
-    data = await store.get(pointer.head)
-    try:
-        head = msgspec.json.decode(data, type=Head)
-    except msgspec.DecodeError as error:
-        raise CorruptObject(store.url, pointer.head, "read", str(error)) from error
+    head = await read(store, pointer.head, Head)
     if head.format > FORMAT:
         detail = f"written in format {head.format}, this smdist reads up to {FORMAT}"
         raise CorruptObject(store.url, pointer.head, "read", detail)
@@ -61,34 +64,31 @@ async def load_head(store: Store, pointer: Pointer) -> Head:
 async def load_columns(store: Store, key: str) -> Columns:
     data = await store.get(key)
     try:
+        if not key.endswith(f"-{content_digest(data)}.safetensors"):
+            raise ValueError("the content is not what the name says")
         return from_bytes(data)
     except ValueError as error:
         raise CorruptObject(store.url, key, "read", str(error)) from error
 
 
 async def load_drops(store: Store, key: str) -> Content:
-    data = await store.get(key)
-    try:
-        return from_json(data)
-    except ValueError as error:
-        raise CorruptObject(store.url, key, "read", str(error)) from error
+    return content_of(await read(store, key, StoredDrops))
 
 
 async def load_layouts(store: Store, head: Head, known: Iterable[str] = ()) -> dict[str, Layout]:
     """The layouts of a head, in their order. Packs that are `known`, by key, are left out."""
 
-    def read(key: str, unpack: Callable[[], Mapping[str, msgspec.Raw]]) -> dict[str, Layout]:
-        try:
-            return {k: Layout.from_json(memoryview(text), k) for k, text in unpack().items()}
-        except msgspec.DecodeError as error:
-            raise CorruptObject(store.url, key, "read", f"layouts: {error}") from error
+    def unpacked(key: str, texts: Mapping[str, msgspec.Raw]) -> dict[str, Layout]:
+        return {
+            digest: Layout.from_json(memoryview(text), digest, key, store.url)
+            for digest, text in texts.items()
+        }
 
     async def load(key: str) -> dict[str, Layout]:
-        data = await store.get(key)
-        return read(key, lambda: unpack_layouts(data))
+        return unpacked(key, await read_pack(store, key))
 
     packs = await together(load, [key for key in head.layout_packs if key not in set(known)])
-    inline = read("merged/", lambda: head.layouts)
+    inline = unpacked(head_key(head.epoch, head.number, head.writer), head.layouts)
     return {digest: layout for some in (*packs, inline) for digest, layout in some.items()}
 
 

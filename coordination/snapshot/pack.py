@@ -17,19 +17,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from smdist.coordination.blocks import Blocks, StepKey
-from smdist.coordination.chunk_file import to_bytes
-from smdist.coordination.columns import fits
-from smdist.coordination.drop_log import (
+from smdist.coordination.columnar.blocks import Blocks, StepKey
+from smdist.coordination.columnar.chunk_file import to_bytes
+from smdist.coordination.columnar.chunks import NOTHING, Sealed, seal
+from smdist.coordination.columnar.drop_log import (
     NO_DROPS,
     Drop,
     DropLog,
     Texts,
     made_batch,
 )
-from smdist.coordination.head import (
+from smdist.coordination.snapshot.head import (
     POINTER_KEY,
     AttemptRow,
     Head,
@@ -37,15 +35,15 @@ from smdist.coordination.head import (
     head_key,
     rank_row,
 )
-from smdist.coordination.layout_packs import pack_layouts
-from smdist.coordination.loading import Loaded, load_view
-from smdist.coordination.membership import PATIENCE, Patience
-from smdist.coordination.merge import RankView, View
-from smdist.coordination.sealed import NOTHING, Sealed, seal
-from smdist.layout import Layout
+from smdist.coordination.snapshot.layout_packs import pack_layouts
+from smdist.coordination.snapshot.load import Loaded, load_view
+from smdist.coordination.view.membership import PATIENCE, Patience
+from smdist.coordination.view.run_view import RankView, View
+from smdist.format.layout import Layout
+from smdist.format.stored_json import encode
 
 if TYPE_CHECKING:
-    from smdist.storage.base import Buffer
+    from smdist.storage.store import Buffer
 
 __all__ = [
     "POINTER_KEY",
@@ -137,7 +135,7 @@ def pack(
             *_unstored(whole, made, stored),
         ),
         key,
-        msgspec.json.encode(head),
+        encode(head, key),
         Pointer(epoch, number, key, now, interval_s, final),
         whole,
         chunks,
@@ -164,22 +162,16 @@ def _name(epoch: int, number: int, writer: str) -> str:
 
 
 def _sealed(view: View, prefix: str) -> tuple[View, dict[str, bytes]]:
-    """`view` with its steps in chunks, and the chunks that were made for it.
-
-    Left out are numbers that no job counts to: an array cannot hold them, the head can.
-    """
+    """`view` with its steps in chunks, and the chunks that were made for it."""
     attempts: dict[int, dict[int, RankView]] = {}
     sealed: dict[int, Sealed] = {}
     made: dict[str, bytes] = {}
     for attempt, ranks in view.attempts.items():
         recent: dict[StepKey, dict[int, Blocks]] = {}
-        bare = attempts[attempt] = {rank: known.without_steps() for rank, known in ranks.items()}
+        attempts[attempt] = {rank: known.without_steps() for rank, known in ranks.items()}
         for rank, known in ranks.items():
             for key, blocks in known.steps.items():
-                if all(map(fits, blocks)):
-                    recent.setdefault(key, {})[rank] = blocks
-                else:
-                    bare[rank].steps[key] = blocks
+                recent.setdefault(key, {})[rank] = blocks
         done = seal(attempt, view.sealed.get(attempt, NOTHING), recent, prefix)
         sealed[attempt] = done.sealed
         made |= {chunk.ref.key: data for chunk, data in done.made}

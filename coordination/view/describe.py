@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from smdist.coordination.membership import RankReport, expected_ranks
-from smdist.coordination.merge import View
-from smdist.coordination.status import AttemptLine, RankLine, StepReport
-from smdist.coordination.steps import StepBook
+from smdist.coordination.view.membership import RankReport, expected_ranks
+from smdist.coordination.view.run_view import View
+from smdist.coordination.view.status import AttemptLine, RankLine, StepReport
+from smdist.coordination.view.step_index import StepBook
 from smdist.identity import ModeKeys
 
 __all__ = ["attempt_lines", "latest_complete", "rank_lines", "waited_for"]

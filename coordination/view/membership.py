@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
-from smdist.coordination.step_facts import (
+from smdist.coordination.view.step_facts import (
     Disagreement,
     StepFacts,
     all_step_facts,
@@ -26,12 +26,15 @@ from smdist.coordination.step_facts import (
     step_attempts,
     step_facts,
 )
+from smdist.errors import CorruptObject
+from smdist.format.intervals import Members, joined, size, spans_of, without
 from smdist.identity import ModeKeys
+from smdist.limits import MOST_ABSENT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from smdist.coordination.merge import RankView, View
+    from smdist.coordination.view.run_view import RankView, View
 
 __all__ = [
     "PATIENCE",
@@ -44,6 +47,7 @@ __all__ = [
     "RankStatus",
     "StepFacts",
     "all_step_facts",
+    "check_absent",
     "expected_ranks",
     "finished",
     "lost_at",
@@ -77,6 +81,7 @@ class MissingReason(str, Enum):
     DROPPED = "dropped"
     NEVER_STARTED = "never started"
     SKIPPED = "skipped"  # it closed a later step of that mode without saving this one
+    DAMAGED = "damaged"  # what it stored, or may have stored of it, is missing or cannot be read
 
     __str__ = str.__str__
 
@@ -120,10 +125,23 @@ class RankReport:
     behind_steps: int = 0
 
 
-def expected_ranks(view: View, attempt: int) -> tuple[int, ...]:
+def expected_ranks(view: View, attempt: int) -> Members:
     """The ranks of `attempt` that save, by what its ranks say; all of it if they differ."""
     worlds = {world for known in view.attempts.get(attempt, {}).values() for world in known.worlds}
-    return tuple(sorted({rank for world in worlds for rank in world.expected_ranks()}))
+    return Members(joined(span for world in worlds for span in world.expected_ranks()))
+
+
+def check_absent(url: str, view: View) -> None:
+    """CorruptObject when more ranks are said to take part without a trace than can be reported."""
+    expected = {attempt: expected_ranks(view, attempt).spans for attempt in view.attempts}
+    if sum(map(size, expected.values())) <= MOST_ABSENT:
+        return
+    absent = sum(size(without(expected[a], spans_of(known))) for a, known in view.attempts.items())
+    if absent > MOST_ABSENT:
+        detail = (
+            f"{absent} ranks are said to take part and never began; up to {MOST_ABSENT} are read"
+        )
+        raise CorruptObject(url, "sessions/", "read", detail)
 
 
 def _started(known: RankView) -> bool:
@@ -252,15 +270,27 @@ def finished(
 
 
 def missing_ranks(
-    view: View, facts: StepFacts, reports: Mapping[int, RankReport]
+    view: View,
+    facts: StepFacts,
+    reports: Mapping[int, RankReport],
+    among: Iterable[int] | None = None,
 ) -> dict[int, MissingReason]:
-    """Why each absent rank is; empty exactly when the step is COMPLETE."""
+    """Why each absent rank is; empty exactly when the step is COMPLETE. Or those `among` them."""
     known = view.attempts.get(facts.attempt, {})
-    here, dropped = frozenset(facts.ranks), frozenset(facts.dropped)
+    here, dropped = facts.ranks, frozenset(facts.dropped)
     return {
-        rank: _reason(known.get(rank), facts, reports[rank], rank in here, rank in dropped)
-        for rank in facts.absent
+        rank: MissingReason.DAMAGED
+        if rank in facts.damaged
+        else _reason(known.get(rank), facts, reports[rank], rank in here, rank in dropped)
+        for rank in (facts.absent if among is None else among)
     }
+
+
+def _may_hide(known: RankView, among: bool) -> bool:
+    """Whether a manifest that cannot be read may have the step; `among`: it lies among those read."""
+    last = known.head.seq if known.head is not None else -1
+    lacking = known.lacking.spans
+    return bool(lacking) and (among or lacking[-1][1] - 1 > last)
 
 
 def _reason(
@@ -271,7 +301,10 @@ def _reason(
         return MissingReason.NEVER_STARTED
     if dropped:
         return MissingReason.DROPPED
-    if known.passed.get(mode, -1) > (facts.step if mode == _GLOBAL else mode_step):
+    passed = known.passed.get(mode, -1) > (facts.step if mode == _GLOBAL else mode_step)
+    if (passed or not report.pending) and _may_hide(known, passed or within):
+        return MissingReason.DAMAGED
+    if passed:
         return MissingReason.SKIPPED
     if report.status is RankStatus.ENDED:
         return MissingReason.ENDED_WITHIN if within else MissingReason.ENDED

@@ -9,7 +9,7 @@ Facts of one key never differ in a healthy run. When they do (an object was repl
 reads), the greater one wins in an order that only looks at the facts, which keeps the laws.
 
 Steps lie in two places: `RankView.steps` holds those that were folded of late, `View.sealed` older
-ones in columns (`smdist.coordination.sealed`), and a step may have blocks in both. So do drops, in
+ones in columns (`smdist.coordination.columnar.chunks`), and a step may have blocks in both. So do drops, in
 `RankView.drops` and `View.drop_logs`. So ask the view: `blocks`, `step`, `keys`, `drops`.
 
 `merge` copies what it changes and shares the rest. `add` folds into a view that the caller made and
@@ -19,23 +19,48 @@ has not merged or handed out yet, at a cost that depends on the new fact alone.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING, NamedTuple, Union
 
 import msgspec
 
-from smdist.coordination.blocks import Blocks, StepKey, join_blocks, step_number, with_entry
-from smdist.coordination.drop_log import NO_DROPS, Drop, DropLog
-from smdist.coordination.sealed import NOTHING, Sealed
-from smdist.coordination.spans import Spans, joined, with_member
+from smdist.coordination.columnar.blocks import (
+    Blocks,
+    StepKey,
+    join_blocks,
+    step_number,
+    with_entry,
+)
+from smdist.coordination.columnar.chunks import NOTHING, Sealed
+from smdist.coordination.columnar.drop_log import NO_DROPS, Drop, DropLog
+from smdist.format.intervals import (
+    Members,
+    Spans,
+    holes,
+    joined,
+    spans_of,
+    with_member,
+    with_range,
+    without,
+)
+from smdist.format.manifest import Heartbeat, RankManifest, RankState, Session, StepEntry
 from smdist.identity import ModeKeys
-from smdist.manifest import Heartbeat, RankManifest, RankState, Session, StepEntry
+from smdist.limits import Include, Number, Time, WorldSize
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-__all__ = ["Fact", "Head", "RankView", "StepKey", "View", "World", "add", "fold", "merge"]
+__all__ = ["Fact", "Head", "RankView", "StepKey", "Unread", "View", "World", "add", "fold", "merge"]
 
-Fact = Union[RankManifest, Session, Heartbeat]  # noqa: UP007 (3.10)
+
+class Unread(NamedTuple):
+    """A manifest that was there, by its place or its successors, and cannot be read."""
+
+    attempt: int
+    rank: int
+    seq: int
+
+
+Fact = Union[RankManifest, Session, Heartbeat, Unread]  # noqa: UP007 (3.10)
 
 _GLOBAL = ModeKeys.GLOBAL.value
 _STATES: dict[str, int] = {"active": 0, "lost": 1, "ended": 2}
@@ -44,24 +69,24 @@ _STATES: dict[str, int] = {"active": 0, "lost": 1, "ended": 2}
 class World(msgspec.Struct, frozen=True, array_like=True):
     """What a rank says about its attempt."""
 
-    world_size: int
-    include_workers: str | tuple[int, ...]
+    world_size: WorldSize
+    include_workers: Include | tuple[Number, ...]
 
-    def expected_ranks(self) -> tuple[int, ...]:
+    def expected_ranks(self) -> Spans:
         if self.include_workers == "one":
-            return (0,)
+            return ((0, 1),)
         if self.include_workers == "all":
-            return tuple(range(self.world_size))
-        return tuple(sorted({int(r) for r in self.include_workers if int(r) < self.world_size}))
+            return ((0, self.world_size),) if self.world_size else ()
+        return spans_of(int(r) for r in self.include_workers if int(r) < self.world_size)
 
 
 class Head(msgspec.Struct, frozen=True, array_like=True):
     """How a rank stood as of its manifest of the highest `seq`."""
 
-    seq: int
-    upto: int
+    seq: Number
+    upto: Number
     state: RankState
-    time: float
+    time: Time
     reason: str
 
 
@@ -102,7 +127,8 @@ class RankView:
     `passed` holds, for each mode, the greatest mode step that the rank has closed, and under
     GLOBAL the greatest global step. `drops` and `troubles` are keyed by manifest and place in it,
     so a repeated manifest repeats nothing. `seen` are the numbers of its manifests that were folded,
-    `first` is the least global step that it has closed, and when.
+    `records` the journal records that these cover, `unread` are numbers of manifests that are known to have
+    been there and cannot be read. `first` is the least global step that it has closed, and when.
     """
 
     session: Session | None = None
@@ -116,6 +142,13 @@ class RankView:
     troubles: frozenset[tuple[int, int, str]] = frozenset()
     seen: Spans = ()
     first: tuple[int, float] | None = None
+    records: Spans = ()
+    unread: Spans = ()
+
+    @property
+    def lacking(self) -> Members:
+        """Manifests that are missing or damaged, by number."""
+        return Members(without(joined((*holes(self.seen), *self.unread)), self.seen))
 
     def copy(self) -> RankView:
         return RankView(
@@ -130,6 +163,8 @@ class RankView:
             self.troubles,
             self.seen,
             self.first,
+            self.records,
+            self.unread,
         )
 
     def without_steps(self) -> RankView:
@@ -151,6 +186,7 @@ class RankView:
     def _add_manifest(self, manifest: RankManifest) -> None:
         seq = manifest.seq
         self.seen = with_member(self.seen, seq)
+        self.records = with_range(self.records, manifest.first, manifest.upto)
         self.head = _greater_head(
             self.head, Head(seq, manifest.upto, manifest.state, manifest.time, manifest.reason)
         )
@@ -168,6 +204,8 @@ class RankView:
         self.heartbeat = _greater_heartbeat(self.heartbeat, other.heartbeat)
         self.head = _greater_head(self.head, other.head)
         self.seen = joined((*self.seen, *other.seen))
+        self.records = joined((*self.records, *other.records))
+        self.unread = joined((*self.unread, *other.unread))
         self.worlds |= other.worlds
         for blocks in other.steps.values():
             for entry in blocks:
@@ -196,6 +234,7 @@ class RankView:
             sorted(self.troubles),
             self.seen,
             self.first,
+            self.records,
         )
 
 
@@ -213,6 +252,11 @@ class View:
 
     def rank(self, attempt: int, rank: int) -> RankView | None:
         return self.attempts.get(attempt, {}).get(rank)
+
+    def session(self, attempt: int, rank: int) -> str:
+        """Which process has written what there is; "" where that is not known."""
+        known = self.rank(attempt, rank)
+        return known.session.session if known is not None and known.session is not None else ""
 
     def ranks(self) -> Iterator[tuple[int, int, RankView]]:
         for attempt, ranks in sorted(self.attempts.items()):
@@ -232,6 +276,14 @@ class View:
             if key in known.steps:
                 found[rank] = join_blocks(found.get(rank, ()), known.steps[key])
         return found
+
+    def entries(self, attempt: int, rank: int) -> Iterator[StepEntry]:
+        """All that `rank` has, in no order; what is in columns and of late may come twice."""
+        known = self.rank(attempt, rank)
+        for blocks in () if known is None else known.steps.values():
+            yield from blocks
+        for blocks in self.sealed.get(attempt, NOTHING).of_rank(rank):
+            yield from blocks
 
     def keys(self, attempt: int) -> set[StepKey]:
         """Steps of which any rank has something stored."""
@@ -281,6 +333,8 @@ def add(view: View, fact: Fact) -> View:
     elif isinstance(fact, Session):
         known.session = _greater_session(known.session, fact)
         known.worlds |= {World(fact.world_size, fact.include_workers)}
+    elif isinstance(fact, Unread):
+        known.unread = with_member(known.unread, fact.seq)
     else:
         known.heartbeat = _greater_heartbeat(known.heartbeat, fact)
     return view

@@ -12,9 +12,11 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
-from smdist.coordination.rolling import Span
+from smdist.coordination.view.vetting import of_session
+from smdist.errors import CorruptObject
+from smdist.format.manifest import RankManifest, RankSpan, span_key
+from smdist.format.manifest_spans import Span
 from smdist.identity import worker_name
-from smdist.manifest import RankManifest, RankSpan, span_key
 
 __all__ = ["Stretch", "all_of", "read_in_order"]
 
@@ -36,11 +38,14 @@ class Stretch(NamedTuple):
     def key(self) -> str:
         return span_key(worker_name(self.rank), self.attempt, *self.span)
 
-    def found(self, made: RankSpan) -> tuple[RankManifest, ...] | None:
-        """What lies under `key` says; None if it is not what it should be."""
-        owners = {(one.attempt, one.rank, one.session) for one in made.manifests}
-        whole = [one.seq for one in made.manifests] == list(range(*self.span))
-        return made.manifests if whole and owners == {self[:3]} else None
+    def found(self, made: RankSpan, url: str) -> tuple[RankManifest, ...] | None:
+        """What lies under `key` says; None if it was taken back, CorruptObject if it is another's."""
+        for one in made.manifests:
+            of_session(one, self.session, self.key, url)
+        named = [(self.attempt, self.rank, seq) for seq in range(*self.span)]
+        if made.manifests and [(m.attempt, m.rank, m.seq) for m in made.manifests] != named:
+            raise CorruptObject(url, self.key, "read", "it has not the manifests of its name")
+        return made.manifests or None
 
     def parts(self) -> list[Stretch]:
         return [self._replace(span=part) for part in self.span.parts()]

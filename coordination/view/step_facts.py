@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from smdist.coordination.drop_log import NO_DROPS
-from smdist.coordination.sealed import NOTHING
-from smdist.coordination.spans import members, spans_of
-from smdist.coordination.step_rows import StepRow, row_of
+from smdist.coordination.columnar.chunks import NOTHING
+from smdist.coordination.columnar.drop_log import NO_DROPS
+from smdist.coordination.columnar.step_rows import StepRow, row_of
+from smdist.format.intervals import Members, holes, joined, spans_of, without
 from smdist.identity import ModeKeys
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from smdist.coordination.merge import StepKey, View
-    from smdist.coordination.spans import Spans
+    from smdist.coordination.view.run_view import StepKey, View
+    from smdist.format.intervals import Spans
+    from smdist.format.manifest import StepEntry
 
 __all__ = [
     "Disagreement",
     "StepFacts",
     "all_step_facts",
+    "damaged_steps",
+    "doubted",
     "lost_at",
     "step_attempts",
     "step_facts",
+    "without_doubt",
 ]
 
 GLOBAL = ModeKeys.GLOBAL.value
+_NOBODY = Members()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,33 +50,41 @@ class StepFacts:
 
     `step` is the global number the lowest rank gave it. `ranks` have something of it stored,
     `absent` are expected ranks that have not closed it or dropped some of it, `dropped` those that
-    dropped some. Not `planned`: nothing was due, some script saved values of its own. Whoever saved
+    dropped some, `damaged` those of which not all that they stored of it can be read. Not `planned`:
+    nothing was due, some script saved values of its own. Whoever saved
     none then has chosen so, and is not absent, but for a rank that was lost before it came there.
     """
 
     key: StepKey
     attempt: int
     step: int
-    ranks: tuple[int, ...]
-    absent: tuple[int, ...]
+    ranks: Members
+    absent: Members
     layouts: frozenset[str]
     disagreement: Disagreement | None = None
     dropped: tuple[int, ...] = ()
     planned: bool = True
+    damaged: Members = _NOBODY
+
+    def without(self, ranks: Members) -> StepFacts:
+        """The same step, of which what `ranks` have is damaged."""
+        damaged = joined((*self.damaged.spans, *ranks.spans))
+        if damaged == self.damaged.spans:
+            return self
+        absent = joined((*self.absent.spans, *damaged))
+        return replace(self, damaged=Members(damaged), absent=Members(absent))
 
     @property
     def complete(self) -> bool:
         return not self.absent
 
 
-def lost_at(view: View, attempt: int, expected: Iterable[int]) -> dict[int, dict[int, int]]:
+def lost_at(view: View, attempt: int, expected: Members) -> dict[int, dict[int, int]]:
     """Of each rank that was lost, by its uploader's word, how far it had come (`RankView.passed`)."""
-    known = view.attempts.get(attempt, {})
-    heads = {rank: known[rank].head for rank in expected if rank in known}
     return {
-        rank: known[rank].passed
-        for rank, head in heads.items()
-        if head is not None and head.state == "lost"
+        rank: known.passed
+        for rank, known in view.attempts.get(attempt, {}).items()
+        if known.head is not None and known.head.state == "lost" and rank in expected
     }
 
 
@@ -86,19 +99,49 @@ def step_attempts(view: View, key: StepKey) -> tuple[int, ...]:
     )
 
 
-def step_facts(view: View, attempt: int, key: StepKey, expected: Iterable[int]) -> StepFacts | None:
+def step_facts(view: View, attempt: int, key: StepKey, expected: Members) -> StepFacts | None:
     """What `attempt` has of the step `key`; None when no rank knows of it."""
     return all_step_facts(view, attempt, expected, (key,)).get(key)
 
 
+def doubted(view: View, attempt: int) -> bool:
+    """Whether a later attempt may have had any step of `attempt` anew, in what cannot be read of it."""
+    return any(
+        known.lacking
+        for later, ranks in view.attempts.items()
+        if later > attempt
+        for known in ranks.values()
+    )
+
+
+def damaged_steps(view: View, attempt: int) -> dict[StepKey, set[int]]:
+    """Steps of which a part may be in a manifest that cannot be read, with the ranks that lack it.
+
+    Those that go on where records are missing. Of a rank whose session cannot be read, all that it has.
+    """
+    found: dict[StepKey, set[int]] = {}
+    for rank, known in view.attempts.get(attempt, {}).items():
+        torn = known.session is not None and not known.session.attested
+        gaps = holes(known.records)
+        if not torn and not gaps:
+            continue
+        steps: dict[StepKey, list[StepEntry]] = {}
+        for entry in sorted(view.entries(attempt, rank), key=lambda entry: entry.block):
+            steps.setdefault((entry.mode, entry.mode_step), []).append(entry)
+        for key, entries in steps.items():
+            firsts = (next((e for e in entries if e.block >= end), None) for _, end in gaps)
+            if torn or any(first is not None and first.continues for first in firsts):
+                found.setdefault(key, set()).add(rank)
+    return found
+
+
 def all_step_facts(
-    view: View, attempt: int, expected: Iterable[int], keys: Iterable[StepKey] | None = None
+    view: View, attempt: int, expected: Members, keys: Iterable[StepKey] | None = None
 ) -> dict[StepKey, StepFacts]:
     """The facts of each step of `attempt` that any rank knows of, or of those among `keys`.
 
     Of a step without recent blocks it looks at no rank: what is sealed has been looked at.
     """
-    expected = tuple(expected)
     judge = _Judge(attempt, expected, lost_at(view, attempt, expected))
     known, sealed = view.attempts.get(attempt, {}), view.sealed.get(attempt, NOTHING)
     if keys is None:
@@ -114,7 +157,19 @@ def all_step_facts(
         row = row_of(key[1], view.step(attempt, key)) if key in recent else sealed.row(key)
         if row is not None or key in dropped:
             found[key] = judge(key, row, dropped.get(key, {}))
+    for key, ranks in damaged_steps(view, attempt).items():
+        if key in found:
+            found[key] = found[key].without(Members(spans_of(ranks)))
     return found
+
+
+def without_doubt(
+    view: View, attempt: int, expected: Members, found: dict[StepKey, StepFacts]
+) -> dict[StepKey, StepFacts]:
+    """`found` of `attempt`, for who shows each step as the newest attempt has it."""
+    if not doubted(view, attempt):
+        return found
+    return {key: facts.without(expected) for key, facts in found.items()}
 
 
 def _dropped(view: View, attempt: int, asked: set[StepKey]) -> dict[StepKey, dict[int, int]]:
@@ -124,7 +179,7 @@ def _dropped(view: View, attempt: int, asked: set[StepKey]) -> dict[StepKey, dic
     for key in log.keys() & asked:
         of_step = found[key] = {}
         for number, ranks in log[key]:
-            for rank in members(ranks):
+            for rank in Members(ranks):
                 of_step[rank] = min(of_step.get(rank, number), number)
     for rank, known in view.attempts.get(attempt, {}).items():
         for key in known.drops.keys() & asked:
@@ -138,45 +193,41 @@ class _Judge:
     """Who of the expected ranks is absent from a step."""
 
     def __init__(
-        self, attempt: int, expected: tuple[int, ...], lost: Mapping[int, Mapping[int, int]]
+        self, attempt: int, expected: Members, lost: Mapping[int, Mapping[int, int]]
     ) -> None:
-        self._attempt, self._expected = attempt, expected
-        self._spans: Spans = spans_of(expected)
-        self._lost = lost
+        self._attempt, self._expected, self._lost = attempt, expected, lost
 
     def __call__(self, key: StepKey, row: StepRow | None, drops: Mapping[int, int]) -> StepFacts:
         """`drops`: of each rank that dropped some of the step, the number it gave it."""
-        ranks = members(row.ranks) if row is not None else ()
         numbers = _numbers(row, drops)
         return StepFacts(
             key,
             self._attempt,
             next(iter(numbers)),
-            ranks,
-            self._absent(key, row, ranks, drops),
+            Members(row.ranks if row is not None else ()),
+            self._absent(key, row, drops),
             frozenset(row.layouts) if row is not None else frozenset(),
             None if len(numbers) == 1 else _disagreement(self._attempt, key, numbers),
             tuple(sorted(drops)),
             row is None or row.planned or bool(drops),
         )
 
-    def _absent(
-        self, key: StepKey, row: StepRow | None, ranks: tuple[int, ...], drops: Mapping[int, int]
-    ) -> tuple[int, ...]:
-        if row is not None and not row.open and not drops:
-            if row.ranks == self._spans:
-                return ()
-            asked = self._expected if row.planned else self._lost_before(key, row)
-            here = set(ranks) if asked else ()
-            return tuple(rank for rank in asked if rank not in here)
+    def _absent(self, key: StepKey, row: StepRow | None, drops: Mapping[int, int]) -> Members:
+        if row is None:
+            return self._expected
+        if not row.open and not drops:
+            if row.ranks == self._expected.spans:
+                return _NOBODY
+            asked = self._expected.spans if row.planned else self._lost_before(key, row)
+            return Members(without(asked, row.ranks))
         # A step that is not closed somewhere, or of which something was dropped, was due.
-        whole = {*ranks}.difference(drops, members(row.open) if row is not None else ())
-        return tuple(rank for rank in self._expected if rank not in whole)
+        whole = without(row.ranks, joined((*row.open, *spans_of(drops))))
+        return Members(without(self._expected.spans, whole))
 
-    def _lost_before(self, key: StepKey, row: StepRow) -> tuple[int, ...]:
+    def _lost_before(self, key: StepKey, row: StepRow) -> Spans:
         """Lost, and neither by its own mode's count nor by the global one had it come there."""
         mode, number = key
-        return tuple(
+        return spans_of(
             rank
             for rank, passed in self._lost.items()
             if passed.get(mode, -1) < number and passed.get(GLOBAL, -1) < row.step
@@ -188,11 +239,11 @@ def _numbers(row: StepRow | None, drops: Mapping[int, int]) -> dict[int, Iterabl
     if row is not None and not drops:
         if not row.numbers:
             return {row.step: ()}
-        return {number: members(ranks) for number, ranks in row.numbers}
+        return {number: Members(ranks) for number, ranks in row.numbers}
     given: dict[int, int] = {}
     if row is not None:
         for number, spans in row.numbers or ((row.step, row.ranks),):
-            given.update(dict.fromkeys(members(spans), number))
+            given.update(dict.fromkeys(Members(spans), number))
     numbers: dict[int, list[int]] = {}
     for rank in sorted({*given, *drops}):
         for number in dict.fromkeys(n[rank] for n in (given, drops) if rank in n):

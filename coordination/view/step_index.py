@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from smdist.coordination.membership import (
+from smdist.coordination.view.membership import (
     MissingReason,
     RankReport,
     RankStatus,
@@ -19,8 +19,10 @@ from smdist.coordination.membership import (
     lost_at,
     missing_ranks,
 )
-from smdist.coordination.merge import StepKey, View
-from smdist.coordination.status import StepReport
+from smdist.coordination.view.run_view import StepKey, View
+from smdist.coordination.view.status import StepReport
+from smdist.coordination.view.step_facts import damaged_steps, doubted, without_doubt
+from smdist.format.intervals import Members
 from smdist.identity import ModeKeys
 
 __all__ = ["StepBook"]
@@ -38,11 +40,13 @@ class StepBook:
         self._numbers: dict[int, set[StepKey]] = {}
         self._latest: dict[int, int] = {}
         self._keys: dict[int, set[StepKey]] = {}  # by attempt: to look again when its world grows
-        self._expected: dict[int, tuple[int, ...]] = {}
+        self._expected: dict[int, Members] = {}
         # By attempt and rank: steps that nobody planned after those lack it.
         self._lost_at: dict[int, dict[int, dict[int, int]]] = {}
+        self._doubted: dict[int, bool] = {}
+        self._damaged: dict[int, dict[StepKey, set[int]]] = {}
         # A thousand ranks of a thousand steps: the same few sets of ranks, again and again.
-        self._shared: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._shared: dict[Members, Members] = {}
         self.complete = 0
 
     def __len__(self) -> int:
@@ -69,8 +73,9 @@ class StepBook:
             if expected != self._expected.get(attempt):
                 self._expected[attempt] = expected
                 keys = set(own)
-            if self._lost(view, attempt):
+            if self._lost(view, attempt) or self._doubt(view, attempt):
                 keys = set(own)
+            keys |= self._damage(view, attempt)
             if keys:
                 self._judge(view, attempt, keys)
 
@@ -88,9 +93,22 @@ class StepBook:
         before, self._lost_at[attempt] = self._lost_at.get(attempt, {}), now
         return now != before
 
+    def _doubt(self, view: View, attempt: int) -> bool:
+        """Whether that has changed since the last time."""
+        before = self._doubted.get(attempt, False)
+        self._doubted[attempt] = doubted(view, attempt)
+        return self._doubted[attempt] != before
+
+    def _damage(self, view: View, attempt: int) -> set[StepKey]:
+        """Steps of which that has changed."""
+        before, now = self._damaged.get(attempt, {}), damaged_steps(view, attempt)
+        self._damaged[attempt] = now
+        return {key for key in {*before, *now} if before.get(key) != now.get(key)}
+
     def _judge(self, view: View, attempt: int, keys: set[StepKey] | None) -> None:
         found = all_step_facts(view, attempt, self._expected[attempt], keys)
         self._keys.setdefault(attempt, set()).update(found)
+        found = without_doubt(view, attempt, self._expected[attempt], found)
         for key, facts in found.items():
             old = self._facts.get(key)
             if old is None or old.attempt <= attempt:
@@ -168,4 +186,4 @@ def _number(facts: StepFacts) -> int:
 
 
 def _precedence(facts: StepFacts) -> tuple[int, int, StepKey]:
-    return (-facts.attempt, min(facts.ranks, default=1 << 62), facts.key)
+    return (-facts.attempt, next(iter(facts.ranks), 1 << 62), facts.key)

@@ -34,9 +34,10 @@ from examples.demo.answer import (
 )
 from examples.demo.processes import BUCKET, coordinator, job, s3_server
 from smdist import create_trial
-from smdist.coordination.client import CoordinatorClient
-from smdist.coordination.status import RunStatus
+from smdist.coordination.ray_actor.client import CoordinatorClient
+from smdist.coordination.view.status import RunStatus
 from smdist.errors import NoSuchRun
+from smdist.identity import printable
 
 HERE = Path(__file__).resolve().parent
 MARK = ".smdist-demo"
@@ -182,7 +183,8 @@ def story(
                 watch(console, running, asked, args.ranks, args.steps)
             if running.returncode:
                 console.print(f"the job failed with exit code {running.returncode}; {log} ends:")
-                console.print("\n".join(log.read_text().splitlines()[-20:]), markup=False)
+                lines = log.read_text().splitlines()[-20:]
+                console.print("\n".join(map(printable, lines)), markup=False)
                 return None
             last = asked.wait_for_step(args.steps - 1)
             console.print(

@@ -16,6 +16,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from smdist import modes
+from smdist.identity import printable
 from smdist.trials import Trial
 
 HERE = Path(__file__).resolve().parent
@@ -88,7 +89,7 @@ def answer(finding: Finding) -> Text:
     rows = {
         "rank": finding.worker,
         "step": f"{finding.step}, the first",
-        "tensor": finding.tensor,
+        "tensor": printable(finding.tensor),
         "norm": f"{finding.norm:.4g}, {finding.ratio:.0f} times the median of the other ranks",
     }
     text = Text()
@@ -117,7 +118,7 @@ def picture(norms: Norms, tensor: str) -> Text:
     by_step = norms[tensor]
     workers = list(next(iter(by_step.values())))
     width = max(map(len, workers))
-    text = Text(f"{'':>{width}} {tensor}: norm over the median of the other ranks\n")
+    text = Text(f"{'':>{width}} {printable(tensor)}: norm over the median of the other ranks\n")
     for worker in workers:
         text.append(f"{worker:>{width}} ", style="dim")
         for by_worker in by_step.values():
@@ -162,7 +163,7 @@ def whereabouts(run: Path, finding: Finding) -> Text:
         f"  {prefix}smdist trial {where}\n"
         f"  {prefix}python examples/read_a_run.py {where}\n"
         f"  {prefix}python -i -c \"from smdist import create_trial; run = create_trial('{where}')\"\n"
-        f"  >>> gradient = run.tensor('{finding.tensor}')\n"
+        f"  >>> gradient = run.tensor({finding.tensor!r})\n"
         f"  >>> gradient.across_ranks({finding.step}, 'l2')\n"
         f"  >>> gradient.value({finding.step}, worker='{finding.worker}')\n",
         style="bold",

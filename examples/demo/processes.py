@@ -15,10 +15,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from smdist.coordination import local_ray
-from smdist.coordination.client import CoordinatorClient
-from smdist.coordination.coordinator import Settings
-from smdist.coordination.launcher import attach, start
+from smdist.coordination.ray_actor import local_head as local_ray
+from smdist.coordination.ray_actor.client import CoordinatorClient
+from smdist.coordination.ray_actor.coordinator import Settings
+from smdist.coordination.ray_actor.launcher import attach, start
 
 __all__ = ["BUCKET", "coordinator", "job", "s3_server"]
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from smdist.trials.follower import no_refresh
+from smdist.trials.live import no_refresh
 
 __all__ = ["no_refresh"]

@@ -124,7 +124,7 @@ def start(
 ) -> None:
     """Start the coordinator of a place, or find that it runs."""
     from smdist.cli.coordinator import start as run
-    from smdist.coordination.coordinator import Settings
+    from smdist.coordination.ray_actor.coordinator import Settings
     from smdist.errors import ConfigurationError
 
     try:

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import shlex
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from smdist.coordination import launcher, local_ray
-from smdist.coordination.client import CoordinatorClient
-from smdist.coordination.coordinator import (
+from smdist.cli.console import PlainConsole, complain
+from smdist.coordination.ray_actor import launcher
+from smdist.coordination.ray_actor import local_head as local_ray
+from smdist.coordination.ray_actor.client import CoordinatorClient
+from smdist.coordination.ray_actor.coordinator import (
     NAMESPACE,
     Settings,
     Whereabouts,
     canonical_url,
     check_place,
 )
-from smdist.coordination.launcher import Attachment
-from smdist.coordination.status import RunStatus
+from smdist.coordination.ray_actor.launcher import Attachment
+from smdist.coordination.view.status import RunStatus
 from smdist.errors import CoordinationError, SmdistError
+from smdist.identity import printable
 
 __all__ = ["start", "status", "stop"]
 
@@ -52,11 +54,11 @@ def start(address: str, settings: Settings, wheel: Path | None, follow: bool) ->
             _print_start(console, ray, where)
             runs, trouble = _first_look(client)
             for one in runs.values():
-                console.print(_headline(one), markup=False)
+                console.print(_headline(one))
             if trouble:
-                console.print(f"trouble: {trouble}; it goes on trying", markup=False)
+                console.print(f"trouble: {trouble}; it goes on trying")
             elif not runs:
-                console.print("no run there yet; it waits for the first rank", markup=False)
+                console.print("no run there yet; it waits for the first rank")
             if follow:
                 _follow(console, lambda: launcher.find(ray, settings.watch))
                 return 0
@@ -73,7 +75,9 @@ def status(address: str, watch: str, run: str, as_json: bool) -> int:
         answers = [(client.whereabouts(), _runs(client, run)) for client in found]
         if as_json:
             listed = [{"coordinator": where, "runs": runs} for where, runs in answers]
-            print(msgspec.json.format(msgspec.json.encode(listed), indent=2).decode())
+            # Escaped: programs read the same, and a terminal shows what is there.
+            text = json.dumps(msgspec.to_builtins(listed, str_keys=True), indent=2)
+            print(text.replace("\x7f", "\\u007f"))
         else:
             for where, runs in answers:
                 _print_status(_console(), where, runs)
@@ -87,15 +91,19 @@ def status(address: str, watch: str, run: str, as_json: bool) -> int:
 def stop(address: str, watch: str) -> int:
     with _told() as outcome:
         console, local = _console(), address == "local"
-        if local and local_ray.find() is None and local_ray.stop():
-            console.print("stopped the local Ray, which did not answer")
-            return 0
-        with launcher.attach(address, start_local=False) as ray:
+        with ExitStack() as attached:
+            try:
+                ray = attached.enter_context(launcher.attach(address, start_local=False))
+            except SmdistError:
+                if not local or not local_ray.stop():
+                    raise
+                console.print("stopped the local Ray, which did not answer")
+                return 0
             found = launcher.coordinators(ray)
             if found or watch or not local:
                 found = _chosen(ray, watch)
             for client in found:
-                console.print(_stop(client), markup=False)
+                console.print(_stop(client))
             left = launcher.coordinators(ray)
         if local and not left and local_ray.stop():
             console.print("stopped the local Ray, as nothing else ran on it")
@@ -124,22 +132,21 @@ def _told() -> Iterator[_Outcome]:
     try:
         yield outcome
     except SmdistError as error:
-        print(f"smdist: {error}", file=sys.stderr)
+        complain(error)
         outcome.code = 1
     except TimeoutError as error:
-        print(
-            f"smdist: the coordinator does not answer: {error}; "
-            "if that lasts: smdist coordinator stop, then start",
-            file=sys.stderr,
+        complain(
+            f"the coordinator does not answer: {error}; "
+            "if that lasts: smdist coordinator stop, then start"
         )
         outcome.code = 1
     except ConnectionError as error:
-        print(f"smdist: Ray does not answer any more: {error}", file=sys.stderr)
+        complain(f"Ray does not answer any more: {error}")
         outcome.code = 1
 
 
-def _console() -> Console:
-    return Console(highlight=False, soft_wrap=True)
+def _console() -> PlainConsole:
+    return PlainConsole(highlight=False, soft_wrap=True)
 
 
 def _chosen(ray: Attachment, watch: str) -> list[CoordinatorClient]:
@@ -180,12 +187,13 @@ def _first_look(client: CoordinatorClient) -> tuple[dict[str, RunStatus], str]:
         time.sleep(0.1)
 
 
-def _stand_by(console: Console, client: CoordinatorClient, most_s: float) -> dict[str, RunStatus]:
+def _stand_by(
+    console: PlainConsole, client: CoordinatorClient, most_s: float
+) -> dict[str, RunStatus]:
     """Wait for the lease of another one, which ends by itself if that one died with its Ray."""
     console.print(
         f"it stands by, and takes over when the lease of the other one ends; waiting {most_s:.0f} s "
         "for that (Ctrl-C ends this command, not the coordinator)",
-        markup=False,
     )
     deadline, told = time.monotonic() + most_s, set[str]()
     try:
@@ -194,23 +202,23 @@ def _stand_by(console: Console, client: CoordinatorClient, most_s: float) -> dic
             for url, one in runs.items():
                 if one.state not in ("refused", "opening", "waiting") and url not in told:
                     told.add(url)
-                    console.print(_headline(one), markup=False)
+                    console.print(_headline(one))
             if len(told) == len(runs):
                 return runs
             if time.monotonic() > deadline:
                 if any(one.state == "refused" for one in runs.values()):
-                    console.print("the other one lives; this one goes on standing by", markup=False)
+                    console.print("the other one lives; this one goes on standing by")
                 return runs
             time.sleep(0.5)
     except KeyboardInterrupt:
-        console.print("the coordinator goes on", markup=False)
+        console.print("the coordinator goes on")
         return client.runs()
 
 
-def _follow(console: Console, find: Callable[[], CoordinatorClient | None]) -> None:
+def _follow(console: PlainConsole, find: Callable[[], CoordinatorClient | None]) -> None:
     """Tell what changes until interrupted, or until somebody has stopped the coordinator."""
     told, missed = dict[str, str](), False
-    console.print("following; Ctrl-C ends this command, not the coordinator", markup=False)
+    console.print("following; Ctrl-C ends this command, not the coordinator")
     try:
         while (client := find()) is not None:
             try:
@@ -223,17 +231,17 @@ def _follow(console: Console, find: Callable[[], CoordinatorClient | None]) -> N
                 line = _headline(one)
                 if told.get(url) != line:
                     told[url] = line
-                    console.print(line, markup=False)
+                    console.print(line)
             time.sleep(1.0)
-        console.print("the coordinator was stopped", markup=False)
+        console.print("the coordinator was stopped")
     except KeyboardInterrupt:
-        console.print("the coordinator goes on", markup=False)
+        console.print("the coordinator goes on")
 
 
 # -- what people see -----------------------------------------------------------------------------
 
 
-def _print_start(console: Console, ray: Attachment, where: Whereabouts) -> None:
+def _print_start(console: PlainConsole, ray: Attachment, where: Whereabouts) -> None:
     kind = "a Ray of this user on this machine" if ray.local else "Ray"
     option = launcher.option(ray)
     watch = shlex.quote(where.settings.watch)
@@ -247,7 +255,7 @@ def _print_start(console: Console, ray: Attachment, where: Whereabouts) -> None:
         "stop": f"smdist coordinator stop{option} --watch {watch}",
     }
     for name, value in rows.items():
-        console.print(Text(f"{name:<12}", style="dim").append(value, style="default"))
+        console.print(Text(f"{name:<12}", style="dim").append(printable(value), style="default"))
 
 
 def _headline(one: RunStatus) -> str:
@@ -267,29 +275,27 @@ def _headline(one: RunStatus) -> str:
     return "; ".join(parts)
 
 
-def _print_status(console: Console, where: Whereabouts, runs: dict[str, RunStatus]) -> None:
+def _print_status(console: PlainConsole, where: Whereabouts, runs: dict[str, RunStatus]) -> None:
     since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(where.since))
     console.print(
         f"{where.name} in {NAMESPACE}, process {where.pid} on {where.host} since {since}, "
         f"watches {where.settings.watch}",
-        markup=False,
     )
     if where.trouble:
-        console.print(f"trouble: {where.trouble}", style="red", markup=False)
+        console.print(f"trouble: {where.trouble}", style="red")
     if not runs:
-        console.print("no run there yet", markup=False)
+        console.print("no run there yet")
     for one in runs.values():
         console.print()
-        console.print(f"{one.run_id}  {one.url}", style="bold", markup=False)
-        console.print(_headline(one), markup=False)
+        console.print(f"{one.run_id}  {one.url}", style="bold")
+        console.print(_headline(one))
         console.print(
             f"steps: {one.complete_steps} of {one.steps} complete, last one seen {one.last_step}; "
             f"snapshot {one.number}; {one.manifests} manifests read",
-            markup=False,
         )
         console.print(_rank_table(one))
         for text in one.troubles:
-            console.print(f"trouble: {text}", style="yellow", markup=False)
+            console.print(f"trouble: {text}", style="yellow")
 
 
 def _rank_table(one: RunStatus) -> Table:
@@ -302,6 +308,6 @@ def _rank_table(one: RunStatus) -> Table:
             str(line.step) if line.step >= 0 else "-",
             behind,
             f"{max(0.0, one.time - line.last_seen):.0f} s ago" if line.last_seen else "never",
-            Text(line.reason),
+            Text(printable(line.reason)),
         )
     return table

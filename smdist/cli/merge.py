@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 
-from smdist.coordination.once import Merged, merge_once
+from smdist.cli.console import complain
+from smdist.coordination.service.merge_once import Merged, merge_once
 from smdist.errors import AlreadyCoordinated, SmdistError, Superseded
+from smdist.identity import printable
 from smdist.storage import open_store
 
 __all__ = ["run"]
@@ -20,13 +21,13 @@ def run(path: str, *, take_over: bool) -> int:
     try:
         done = asyncio.run(_merge(path, take_over))
     except AlreadyCoordinated as error:
-        print(f"smdist: {_refused(error)}", file=sys.stderr)
+        complain(_refused(error))
         return 1
     except Superseded as error:
-        print(f"smdist: {error.url}: {error.by} has taken over, and writes it", file=sys.stderr)
+        complain(f"{error.url}: {error.by} has taken over, and writes it")
         return 1
     except (SmdistError, OSError) as error:
-        print(f"smdist: {error}", file=sys.stderr)
+        complain(error)
         return 1
     print(_told(done))
     return 0
@@ -56,7 +57,7 @@ def _told(done: Merged) -> str:
     else:
         lines.append(f"snapshot {one.number} says it all already; nothing was written")
     lines += [f"trouble: {text}" for text in one.troubles]
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def _refused(error: AlreadyCoordinated) -> str:

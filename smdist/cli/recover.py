@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from smdist.cli.console import PlainConsole
 from smdist.errors import SmdistError
-from smdist.workers.patience import readable_bytes
-from smdist.workers.recover import (
+from smdist.identity import printable
+from smdist.workers.spool.private_files import private_root
+from smdist.workers.spool.spool import Spool, SpoolBusy, sweep, sweep_one
+from smdist.workers.upload.recover import (
     Recovered,
     TrainerAlive,
     default_roots,
@@ -18,49 +22,59 @@ from smdist.workers.recover import (
     pending_bytes,
     recover,
 )
-from smdist.workers.spool import Spool, SpoolBusy, private_root
+from smdist.workers.upload.retry import readable_bytes
 
 __all__ = ["run"]
 
 
 def run(spools: Sequence[Path], *, force: bool, give_up_s: float) -> int:
-    """Exit code: 0 when nothing is left that could have been sent."""
-    console = Console(highlight=False, soft_wrap=True)
-    roots = default_roots()
-    found = [one for path in spools for one in _below(path)] if spools else find_spools(roots)
+    """Exit code: 0 when nothing is left that could have been sent, nor was refused."""
+    console = PlainConsole(highlight=False, soft_wrap=True)
+    refused: list[str] = []
+    places = list(spools or default_roots())
+    found = [one for path in places for one in _below(path, bool(spools), refused)]
+    for message in refused:
+        console.print(f"refused: {message}")
     if not found:
-        places = ", ".join(map(str, spools or roots))
+        where = ", ".join(map(str, places))
         hint = "" if spools else "; name the folder if a hook was given another spool_dir"
-        console.print(f"nothing to recover: no spools of this user in {places}{hint}", markup=False)
-        return 0
+        console.print(f"nothing to recover: no spools of this user in {where}{hint}")
+        return 1 if refused else 0
     sent = [
         _one(console, path, bool(spools), force=force, give_up_s=give_up_s)
         or (path not in spools and not path.exists())  # its own uploader was quicker
         for path in found
     ]
-    return 0 if all(sent) else 1
+    return 0 if all(sent) and not refused else 1
 
 
-def _below(path: Path) -> list[Path]:
-    """A spool itself, or all that hooks have put into a folder that they were given as spool_dir."""
-    return find_spools([path]) if private_root(path).is_dir() else [path]
+def _below(path: Path, named: bool, refused: list[str]) -> list[Path]:
+    """A spool itself, or all that hooks have put into a folder that they were given as spool_dir.
+
+    Leftovers, in which there is nothing to send, are removed.
+    """
+    place = Path(os.path.abspath(path))
+    if named and not os.path.lexists(private_root(place)):
+        return [] if sweep_one(place) else [path]
+    sweep(private_root(place))
+    return find_spools([place], refused.append)
 
 
-def _one(console: Console, path: Path, named: bool, *, force: bool, give_up_s: float) -> bool:
+def _one(console: PlainConsole, path: Path, named: bool, *, force: bool, give_up_s: float) -> bool:
     """False when it should have been sent; one that is in use is a failure only if it was named."""
     try:
         done = _send(console, path, force=force, give_up_s=give_up_s)
     except (SpoolBusy, TrainerAlive) as error:
-        console.print(f"left alone: {error}", markup=False)
+        console.print(f"left alone: {error}")
         return not named
     except (SmdistError, OSError) as error:
-        console.print(f"not sent: {path}: {error}", markup=False)
+        console.print(f"not sent: {path}: {error}")
         return False
-    console.print(_told(done), markup=False)
+    console.print(_told(done))
     return True
 
 
-def _send(console: Console, path: Path, *, force: bool, give_up_s: float) -> Recovered:
+def _send(console: PlainConsole, path: Path, *, force: bool, give_up_s: float) -> Recovered:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -68,10 +82,12 @@ def _send(console: Console, path: Path, *, force: bool, give_up_s: float) -> Rec
         TransferSpeedColumn(),
     )
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(path.name, total=pending_bytes(Spool.open(path)))
+        task = progress.add_task(
+            escape(printable(path.name)), total=pending_bytes(Spool.open(path))
+        )
         return recover(
             path,
-            lambda message: console.print(message, markup=False),
+            lambda message: console.print(message),
             lambda _spool, batch: progress.advance(task, batch.news.nbytes),
             force=force,
             give_up_s=give_up_s,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
+from smdist.cli.console import complain
 from smdist.errors import SmdistError
 from smdist.trials import create_trial
 
@@ -15,6 +14,6 @@ def run(path: str) -> int:
         with create_trial(path) as trial:
             print(trial.describe())
     except SmdistError as error:
-        print(f"smdist: {error}", file=sys.stderr)
+        complain(error)
         return 1
     return 0

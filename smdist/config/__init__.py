@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from smdist.config.collection_manager import CollectionManager
 from smdist.config.framework import PYTORCH, TENSORFLOW, TENSORFLOW_GRAPH, Framework
-from smdist.config.hook import CollectionConfig, HookConfig
-from smdist.config.manager import CollectionManager
+from smdist.config.hook_config import CollectionConfig, HookConfig
 
 __all__ = [
     "PYTORCH",

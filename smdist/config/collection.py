@@ -15,11 +15,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from smdist.config.observable import Configuration, ListView, SetView
+from smdist.config.readers import boolean, known_keys, located, text, texts
+from smdist.config.reduction_config import ReductionConfig
+from smdist.config.save_config import SaveConfig
 from smdist.errors import ConfigurationError
-from smdist.observable import Configuration, ListView, SetView
-from smdist.reduction import ReductionConfig
-from smdist.schedule import SaveConfig
-from smdist.values import boolean, known_keys, located, texts
 
 __all__ = ["SCALAR_COLLECTIONS", "Collection", "CollectionKeys", "TensorRequest", "compile_regex"]
 
@@ -110,11 +110,9 @@ class Collection(Configuration):
         save_histogram: bool = True,
     ) -> None:
         super().__init__()
-        if not name or not isinstance(name, str):
-            raise ConfigurationError(
-                f"name={name!r} of a collection must be text that is not empty"
-            )
-        self._name = name
+        self._name = text("name of a collection", name)
+        if not name:
+            raise ConfigurationError("name='' of a collection must be text that is not empty")
         self._patterns: tuple[re.Pattern[str], ...] = ()
         self._tensor_names: dict[str, None] = {}
         self._requests: list[TensorRequest] = []
@@ -177,9 +175,10 @@ class Collection(Configuration):
         return tname in self._tensor_names
 
     def add_tensor_name(self, tname: str) -> None:
+        with located(f"collection {self._name!r}"):
+            tname = text("tensor_name", tname)
         if tname not in self._tensor_names:
-            with located(f"collection {self._name!r}"):
-                self._tensor_names.update(dict.fromkeys(texts("tensor_names", tname)))
+            self._tensor_names[tname] = None
             self.changed()
 
     def remove_tensor_name(self, tname: str) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from smdist.collection import Collection
+from smdist.config.collection import Collection
+from smdist.config.observable import Observable
+from smdist.config.readers import text
 from smdist.errors import ConfigurationError
-from smdist.observable import Observable
 
 if TYPE_CHECKING:
     from smdist.config.framework import Framework
-    from smdist.reduction import ReductionConfig
-    from smdist.schedule import SaveConfig
+    from smdist.config.reduction_config import ReductionConfig
+    from smdist.config.save_config import SaveConfig
 
 __all__ = ["CollectionManager"]
 
@@ -42,6 +43,7 @@ class CollectionManager(Observable):
 
     def get(self, name: str, create: bool = True) -> Collection:
         """The collection of that name, created empty if it is missing."""
+        name = text("name of a collection", name)
         if name not in self._collections:
             if not create:
                 raise ConfigurationError(f"no collection {name!r}; add it with add_collection()")

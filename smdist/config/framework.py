@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from smdist.collection import CollectionKeys as Keys
+from smdist.config.collection import CollectionKeys as Keys
 
 __all__ = ["PYTORCH", "TENSORFLOW", "TENSORFLOW_GRAPH", "Framework"]
 

@@ -20,15 +20,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from smdist.collection import Collection, CollectionKeys
+from smdist.config.collection import Collection, CollectionKeys
+from smdist.config.collection_manager import CollectionManager
 from smdist.config.framework import Framework
-from smdist.config.manager import CollectionManager
 from smdist.config.parameters import PARAMETERS, Place, Section, read_arguments, read_section
+from smdist.config.readers import known_keys, located
+from smdist.config.reduction_config import ReductionConfig
+from smdist.config.save_config import SaveConfig
 from smdist.errors import ConfigurationError, NoConfigurationFile
 from smdist.identity import ModeKeys
-from smdist.reduction import ReductionConfig
-from smdist.schedule import SaveConfig
-from smdist.values import known_keys, located
 
 __all__ = [
     "CONFIG_VARIABLE",

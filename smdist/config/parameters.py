@@ -11,15 +11,25 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Flag, auto
-from pathlib import Path
 from typing import Any
 
-from smdist.collection import compile_regex
+from smdist.config.collection import compile_regex
+from smdist.config.readers import (
+    absolute_path,
+    boolean,
+    choice,
+    integer,
+    integers,
+    known_keys,
+    number,
+    strings,
+    texts,
+)
+from smdist.config.reduction_config import ReductionConfig, canonical_reduction
+from smdist.config.save_config import SaveConfig
+from smdist.config.schedule import SAVE_KEYS, read_save_key
 from smdist.errors import ConfigurationError
 from smdist.identity import ModeKeys
-from smdist.reduction import ReductionConfig, canonical_reduction
-from smdist.schedule import SAVE_KEYS, SaveConfig, read_save_key
-from smdist.values import boolean, choice, integer, integers, known_keys, number, strings, texts
 
 __all__ = ["PARAMETERS", "Parameter", "Place", "Section", "read_arguments", "read_section"]
 
@@ -60,8 +70,7 @@ def _path(key: str, value: Any) -> str:
     if _SCHEME.match(text):
         return text
     try:
-        # Of now: a script may change its working directory before anything is saved.
-        return str(Path(text).expanduser().absolute())
+        return absolute_path(text)
     except (OSError, RuntimeError) as error:
         raise ConfigurationError(f"{key}={value!r}: {error}; give an absolute path") from error
 

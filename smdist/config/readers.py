@@ -7,27 +7,34 @@ remedy; callers that know more (a file, a section, a collection) put it in front
 from __future__ import annotations
 
 import json
+import math
 import operator
 import re
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from smdist.errors import ConfigurationError, UnknownKey
 
 __all__ = [
+    "absolute_path",
     "boolean",
     "choice",
     "integer",
     "integers",
     "known_keys",
     "located",
+    "moment",
     "number",
     "strings",
+    "text",
     "texts",
 ]
 
 _TRUE = frozenset({"true", "yes", "on", "1"})
 _FALSE = frozenset({"false", "no", "off", "0"})
+_YEAR_10000 = 253_402_300_800.0
 # A comma inside a quantifier such as `{1,3}` separates nothing.
 _SEPARATOR = re.compile(r",(?!\s*\d*\s*\})")
 
@@ -76,18 +83,30 @@ def _integer(value: object) -> int | None:
         return None
 
 
-def number(key: str, value: object, minimum: float = 0.0) -> float:
+def number(key: str, value: object, minimum: float = 0.0, *, finite: bool = True) -> float:
     try:
         if isinstance(value, bool):
             raise TypeError
         found = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+        if math.isnan(found):
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
         raise ConfigurationError(
             f"{key}={value!r} is not a number; give one of at least {minimum}"
         ) from None
-    if not found >= minimum:
+    if found < minimum:
         raise ConfigurationError(f"{key}={value!r} is too small; it must be at least {minimum}")
+    if finite and math.isinf(found):
+        raise ConfigurationError(f"{key}={value!r} has no end; give a number, as large as you like")
     return found
+
+
+def absolute_path(text: str) -> str:
+    """Resolved now: a script may change its working directory before anything is saved."""
+    try:
+        return str(Path(text).expanduser().absolute())
+    except FileNotFoundError as error:
+        raise FileNotFoundError("it is relative to a directory that was removed") from error
 
 
 def boolean(key: str, value: object) -> bool:
@@ -128,12 +147,38 @@ def strings(key: str, value: object) -> tuple[str, ...]:
 def texts(key: str, value: object) -> tuple[str, ...]:
     """As `strings`, but text stands for itself, commas and all."""
     if isinstance(value, str):
-        return (value,)
-    if not isinstance(value, Iterable) or isinstance(value, (Mapping, bytes)):
+        return (text(key, value),)
+    items: tuple[object, ...] | None = None
+    if not isinstance(value, (Mapping, bytes)):
+        with suppress(TypeError):
+            items = tuple(value)  # type: ignore[arg-type]
+    if items is None:
         raise ConfigurationError(
-            f"{key}={value!r} is neither text nor a list of text; write it as ['a', 'b']"
+            f"{key}={reprlib.repr(value)} is neither text nor a list of text; write it as ['a', 'b']"
         )
-    return tuple(text for item in value for text in texts(key, item))
+    return tuple(found for item in items for found in texts(key, item))
+
+
+def text(key: str, value: object) -> str:
+    """A name, as plain `str`: numpy and enumerations have kinds of text that cannot be stored."""
+    if not isinstance(value, str):
+        raise ConfigurationError(
+            f"{key}={reprlib.repr(value)} is of type {type(value).__name__}, not text; give a str"
+        )
+    return str.__str__(value)
+
+
+def moment(key: str, value: object) -> float:
+    """A time in seconds since 1970; one in milliseconds is refused."""
+    try:
+        found = math.nan if isinstance(value, (bool, str, bytes)) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        found = math.nan
+    if not 0.0 <= found < _YEAR_10000:
+        raise ConfigurationError(
+            f"{key}={reprlib.repr(value)} is no time in seconds since 1970; give time.time()"
+        )
+    return found
 
 
 def _split(text: str) -> list[object]:

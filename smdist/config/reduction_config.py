@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, Final
 
+from smdist.config.observable import Configuration, ListView
+from smdist.config.readers import boolean, known_keys, located, strings
 from smdist.errors import ConfigurationError, UnknownKey
-from smdist.observable import Configuration, ListView
-from smdist.statistics import REDUCTIONS, canonical, is_reduction
-from smdist.values import boolean, known_keys, located, strings
+from smdist.kernel.tensor_stats import REDUCTIONS, canonical, is_reduction
 
 __all__ = ["REDUCTION_KEYS", "ReductionConfig", "canonical_reduction"]
 

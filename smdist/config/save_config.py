@@ -7,11 +7,11 @@ from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any
 
+from smdist.config.readers import located
+from smdist.config.save_config_mode import SaveConfigMode, SaveKeys
+from smdist.config.schedule import SAVE_KEYS, Schedule, mode_key, read_save_key, read_save_keys
 from smdist.errors import ConfigurationError
 from smdist.identity import ModeKeys
-from smdist.schedule.due import SAVE_KEYS, Schedule, mode_key, read_save_key, read_save_keys
-from smdist.schedule.mode import SaveConfigMode, SaveKeys
-from smdist.values import located
 
 __all__ = ["SaveConfig"]
 

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from smdist.config.observable import Configuration, ListView
+from smdist.config.readers import known_keys, located
+from smdist.config.schedule import SAVE_KEYS, Schedule, read_save_key, read_save_keys
 from smdist.errors import ConfigurationError, UnknownKey
 from smdist.identity import ModeKeys
-from smdist.observable import Configuration, ListView
-from smdist.schedule.due import SAVE_KEYS, Schedule, read_save_key, read_save_keys
-from smdist.values import known_keys, located
 
 if TYPE_CHECKING:
-    from smdist.schedule.config import SaveConfig
+    from smdist.config.save_config import SaveConfig
 
 __all__ = ["SaveConfigMode", "SaveKeys"]
 

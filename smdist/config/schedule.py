@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from smdist.config.readers import integer, integers, known_keys, located
 from smdist.errors import ConfigurationError
 from smdist.identity import ModeKeys
-from smdist.values import integer, integers, known_keys, located
 
 __all__ = ["NEVER", "SAVE_KEYS", "Schedule", "mode_key", "read_save_key", "read_save_keys"]
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from smdist.collection import Collection, CollectionKeys
+from smdist.config.collection import Collection, CollectionKeys
 
 __all__ = ["Collection", "CollectionKeys"]

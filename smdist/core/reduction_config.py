@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from smdist.reduction import ReductionConfig
+from smdist.config.reduction_config import ReductionConfig
 
 __all__ = ["ReductionConfig"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from smdist.schedule import SaveConfig, SaveConfigMode
+from smdist.config.save_config import SaveConfig
+from smdist.config.save_config_mode import SaveConfigMode
 
 __all__ = ["SaveConfig", "SaveConfigMode"]

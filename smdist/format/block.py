@@ -3,6 +3,9 @@
 A reader asks for spans, fetches them however it likes (coalesced, concurrently), adds the block's
 offset (`StepEntry.offset`) itself, and hands the bytes back. Nothing is returned whose checksum
 does not fit: CorruptObject names the object and the tensor.
+
+A checksum is that of the tensor's bytes and of what they are (`identity`, then `label`), so bytes of another
+step, block, tensor, rank or run do not pass for them, wherever they come from.
 """
 
 from __future__ import annotations
@@ -12,18 +15,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import google_crc32c
 import numpy as np
 
-from smdist.codec import decode
 from smdist.errors import CorruptObject
+from smdist.format.dtypes import decode
 
 if TYPE_CHECKING:
-    from smdist.layout import Layout, TensorEntry
+    from smdist.format.layout import Layout, TensorEntry
+    from smdist.format.manifest import StepEntry
 
 __all__ = [
+    "STATISTICS",
     "Place",
     "Span",
     "Spans",
+    "checksum",
     "crc32c",
     "entries_by_name",
+    "identity",
+    "label",
     "read_statistics",
     "read_tensor",
     "statistics_row",
@@ -32,6 +40,7 @@ __all__ = [
 ]
 
 Array = np.ndarray[Any, np.dtype[Any]]
+STATISTICS = ".statistics"
 
 
 class Span(NamedTuple):
@@ -57,11 +66,28 @@ class Place(NamedTuple):
     key: str
 
 
-def crc32c(data: bytes | bytearray | memoryview) -> int:
+def crc32c(data: bytes | bytearray | memoryview, before: int = 0) -> int:
+    """`before`: of what comes before `data`."""
     # The C function takes no memoryview, writable or not; an array over it is no copy.
     if len(data) == 0:
-        return 0
-    return int(google_crc32c.value(np.frombuffer(data, np.uint8)))
+        return before
+    return int(google_crc32c.extend(before, np.frombuffer(data, np.uint8)))
+
+
+def identity(session: str, entry: StepEntry) -> int:
+    """What the checksums of a block begin with. A session is unique, and so is a block in it."""
+    what = f"{session}/{entry.mode}/{entry.mode_step}/{entry.block}/{entry.layout}/"
+    return crc32c(what.encode())
+
+
+def label(name: str) -> str:
+    """A tensor's name among our own, which begin with a dot: it cannot take one of these."""
+    return f".{name}" if name.startswith(".") else name
+
+
+def checksum(of_block: int, name: str, data: bytes | memoryview) -> int:
+    """`of_block` by `identity`, `name` a label, or STATISTICS."""
+    return crc32c(data, crc32c(name.encode(errors="surrogatepass"), of_block))
 
 
 def entries_by_name(layout: Layout) -> dict[str, TensorEntry]:
@@ -90,18 +116,24 @@ def _checksum_span(layout: Layout, index: int) -> Span:
     return Span(start, start + 4)
 
 
-def read_tensor(entry: TensorEntry, data: bytes, checksum: bytes, place: Place) -> Array:
-    """The tensor, over `data` (writable exactly when `data` is)."""
-    _verify(data, entry.nbytes, checksum, f"tensor {entry.name!r}", place)
+def read_tensor(
+    entry: TensorEntry, data: bytes, stored: bytes, place: Place, of_block: int
+) -> Array:
+    """The tensor, over `data` (writable exactly when `data` is); `of_block` by `identity`."""
+    found = checksum(of_block, label(entry.name), data)
+    _verify(data, entry.nbytes, stored, found, f"tensor {entry.name!r}", place)
     try:
         return decode(data, entry.dtype, entry.shape)
     except ValueError as error:
         raise CorruptObject(*place, "read", f"tensor {entry.name!r}: {error}") from error
 
 
-def read_statistics(layout: Layout, data: bytes, checksum: bytes, place: Place) -> Array:
+def read_statistics(
+    layout: Layout, data: bytes, stored: bytes, place: Place, of_block: int
+) -> Array:
     """The float64 matrix `[rows, columns]`."""
-    _verify(data, layout.statistics_nbytes, checksum, "statistics", place)
+    found = checksum(of_block, STATISTICS, data)
+    _verify(data, layout.statistics_nbytes, stored, found, "statistics", place)
     return np.frombuffer(data, "<f8").reshape(layout.rows, len(layout.columns))
 
 
@@ -118,11 +150,14 @@ def statistics_row(
     return tuple(layout.columns[i] for i in kept), row[kept]
 
 
-def _verify(data: bytes, nbytes: int, checksum: bytes, what: str, place: Place) -> None:
-    if len(data) != nbytes or len(checksum) != 4:
+def _verify(data: bytes, nbytes: int, stored: bytes, found: int, what: str, place: Place) -> None:
+    if len(data) != nbytes or len(stored) != 4:
         detail = f"{what}: the object ends too early ({len(data)} of {nbytes} bytes)"
         raise CorruptObject(*place, "read", detail)
-    stored, found = int.from_bytes(checksum, "little"), crc32c(data)
-    if stored != found:
-        detail = f"{what}: CRC32C is {found:08x}, was {stored:08x} when it was written"
+    written = int.from_bytes(stored, "little")
+    if written != found:
+        detail = (
+            f"{what}: CRC32C is {found:08x}, was {written:08x} when it was written: the bytes are "
+            "damaged, or of something else"
+        )
         raise CorruptObject(*place, "read", detail)

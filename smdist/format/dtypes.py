@@ -22,7 +22,9 @@ import ml_dtypes
 import msgspec
 import numpy as np
 
+from smdist.checking import check
 from smdist.errors import CaptureError
+from smdist.limits import Bytes, Number
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -34,6 +36,7 @@ __all__ = [
     "dtype_code",
     "header_bytes",
     "header_length",
+    "is_known",
     "itemsize",
     "numpy_dtype",
     "parse_header",
@@ -94,6 +97,10 @@ def numpy_dtype(code: str) -> np.dtype[Any]:
     return dtype
 
 
+def is_known(code: str) -> bool:
+    return code in _DTYPES
+
+
 def itemsize(code: str) -> int:
     return numpy_dtype(code).itemsize
 
@@ -146,8 +153,8 @@ class Header(NamedTuple):
 
 class _Item(msgspec.Struct, frozen=True):
     dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
+    shape: tuple[Number, ...]
+    data_offsets: tuple[Bytes, Bytes]
 
 
 def header_bytes(entries: Iterable[HeaderEntry], metadata: Mapping[str, str]) -> bytes:
@@ -173,7 +180,7 @@ def parse_header(data: bytes | memoryview) -> Header:
         raise ValueError("not a whole safetensors header")
     try:
         return _parse(bytes(data[_LENGTH.size : size]), size)
-    except msgspec.DecodeError as error:  # no ValueError in older versions of msgspec
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(f"not a safetensors header: {error}") from error
 
 
@@ -183,6 +190,7 @@ def _parse(text: bytes, size: int) -> Header:
     entries = []
     for name, raw in items.items():
         item = msgspec.json.decode(raw, type=_Item)
+        check(_Item, item)
         entries.append(HeaderEntry(name, item.dtype, item.shape, *item.data_offsets))
     metadata = msgspec.json.decode(raw_metadata, type=dict[str, str]) if raw_metadata else {}
     return Header(tuple(entries), metadata, size)

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Union
 
 import msgspec
 
-from smdist.manifest import Dropped
-from smdist.record import (
+from smdist.format.journal_records import (
     Close,
     Declare,
     Describe,
@@ -25,6 +24,7 @@ from smdist.record import (
     TensorSpec,
     Trouble,
 )
+from smdist.format.manifest import Dropped
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,6 +47,7 @@ class Source(msgspec.Struct, frozen=True):
     tensors: tuple[TensorSpec, ...]
     arena: int
     offset: int
+    guard: int
     data: bytes
 
 
@@ -99,9 +100,10 @@ class _Step:
         for index, (kind, part) in enumerate(self.parts):
             tensors = tuple(spec for spec in kind.tensors if last[spec.name] == (index, spec))
             if isinstance(part, Inline):
-                sources.append(Source(kind, tensors, -1, 0, part.data))
+                sources.append(Source(kind, tensors, -1, 0, 0, part.data))
             else:
-                sources.append(Source(kind, tensors, part.arena, part.offset, b""))
+                place = (part.arena, part.offset, part.guard)
+                sources.append(Source(kind, tensors, *place, b""))
         return Block(
             ref=self.opening.ref,
             block=self.block,
@@ -136,7 +138,11 @@ class _News:
             step.closed = True
             step.planned |= record.planned
         elif isinstance(record, Drop):
-            self.dropped.append(Dropped(*key, record.names, record.nbytes, record.reason))
+            what = (record.names, record.nbytes, record.reason)
+            for i in range(record.steps):
+                mode_step = record.mode_step + i * record.mode_stride
+                step_number = record.step + i * record.stride
+                self.dropped.append(Dropped(record.mode, mode_step, step_number, *what))
         elif kind is None:
             raise ValueError(f"record {ordinal} of the journal was never declared")
         else:

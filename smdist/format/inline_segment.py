@@ -3,7 +3,7 @@
 Only statistics and single numbers do, so a rank that saves nothing else costs one request per
 flush, and a trial has its values as soon as it has read the manifests. Tensors always get an
 object of their own. In such a manifest the entries name the segment "."; `settle` gives them the
-key of the manifest itself, by which `attached_bytes` finds the data again.
+key of the manifest itself, by which readers find the data again.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from smdist.manifest import RankManifest, StepEntry
-from smdist.pipeline.segment import Segment
+from smdist.format.manifest import RankManifest, StepEntry
+from smdist.format.segment import Segment
 
-__all__ = ["Settled", "attach", "attachable", "attached_bytes", "settle"]
+__all__ = ["Settled", "attach", "attachable", "settle"]
 
 _HERE = "."
 
@@ -49,11 +49,6 @@ def settle(key: str, manifest: RankManifest) -> Settled:
     steps = tuple(_renamed(e, key) if e.segment == _HERE else e for e in manifest.steps)
     bare = msgspec.structs.replace(manifest, steps=steps, attached=b"")
     return Settled(bare, manifest.attached)
-
-
-def attached_bytes(data: bytes) -> bytes:
-    """The segment in a stored manifest."""
-    return msgspec.json.decode(data, type=RankManifest).attached
 
 
 def _renamed(entry: StepEntry, segment: str) -> StepEntry:

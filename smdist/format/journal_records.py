@@ -4,7 +4,7 @@ The training process appends them, in this order for every saved step:
 
     Declare*            once per journal file and kind of part, before its first use
     (Part | Inline)*    a batch of tensors is safe: in the arena, or in the record itself
-    Drop*               tensors the buffer had no room for
+    Drop*               tensors the buffer had no room for, or that an exception cut off
     Close               everything of the step is there
 
 and `Describe`, `Trouble`, `Flush`, `End` when there is reason to. The uploader only reads. A part
@@ -19,6 +19,7 @@ from typing import NamedTuple, Union
 
 import msgspec
 
+from smdist import kernel
 from smdist.identity import ModeKeys, StepRef
 
 __all__ = [
@@ -64,6 +65,16 @@ class Declare(msgspec.Struct, frozen=True, array_like=True, tag="declare"):
     tensors: tuple[TensorSpec, ...]
     nbytes: int
 
+    def guard(self, address: int) -> int:
+        """The guard of a part of this kind that lies at `address`."""
+        raw = [spec for spec in self.tensors if spec.offset >= 0]
+        rows = 1 + max((spec.row for spec in self.tensors), default=-1)
+        offsets = [0, *(spec.offset for spec in raw)]
+        sizes = [8 * rows * len(self.columns), *(spec.nbytes for spec in raw)]
+        if any(o + n > self.nbytes for o, n in zip(offsets, sizes, strict=True)):
+            raise ValueError(f"a part of {self.nbytes} bytes does not hold what it declares")
+        return kernel.guard([address + offset for offset in offsets], sizes, address)
+
 
 class _OfStep(msgspec.Struct, frozen=True, array_like=True):
     mode: int
@@ -77,9 +88,12 @@ class _OfStep(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Part(_OfStep, frozen=True, array_like=True, tag="part"):
+    """`guard` is that of what was captured: of the statistics and of the raw tensors, holes left out."""
+
     kind: int
     arena: int
     offset: int
+    guard: int
 
 
 class Inline(_OfStep, frozen=True, array_like=True, tag="inline"):
@@ -90,9 +104,17 @@ class Inline(_OfStep, frozen=True, array_like=True, tag="inline"):
 
 
 class Drop(_OfStep, frozen=True, array_like=True, tag="drop"):
+    """Without names: some of the step is not there, nobody knows which.
+
+    `steps` of them after one another are meant, whose numbers grow by the strides.
+    """
+
     names: tuple[str, ...]
     nbytes: int
     reason: str
+    mode_stride: int = 0
+    stride: int = 0
+    steps: int = 1
 
 
 class Close(_OfStep, frozen=True, array_like=True, tag="close"):

@@ -4,8 +4,8 @@ A block is contiguous and 8-byte aligned, its tensors ordered by element size, l
 
     statistics   float64 [rows, columns]   when any tensor was reduced
     raw tensors of 8 bytes
-    checksums    uint32 [tensors + 1]      CRC32C of each raw tensor's bytes (0 where none), in the
-                                           order of `Layout.tensors`; the last is of the statistics
+    checksums    uint32 [tensors + 1]      of each raw tensor (0 where none), in the order of
+                                           `Layout.tensors`; the last is of the statistics
     raw tensors of 4, 2, 1 bytes
     padding      uint8, to the next multiple of 8
 
@@ -16,9 +16,22 @@ Layouts repeat from step to step and from rank to rank, so a manifest names them
 from __future__ import annotations
 
 import hashlib
+from math import prod
 from typing import TYPE_CHECKING, Union
 
 import msgspec
+
+from smdist.errors import CorruptObject
+from smdist.format.dtypes import is_known, itemsize
+from smdist.format.stored_json import parse
+from smdist.limits import (
+    MOST_COLUMNS,
+    MOST_STATISTICS_BYTES,
+    MOST_TENSOR_BYTES,
+    Bytes,
+    Number,
+    OrNone,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,12 +52,12 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-    row: int
+    shape: tuple[Number, ...]
+    offset: OrNone
+    nbytes: Bytes
+    row: OrNone
     collections: tuple[str, ...]
-    order: int
+    order: Number
     placement: str | None = None
     unmeasured: tuple[str, ...] = ()
 
@@ -53,25 +66,47 @@ class Layout(msgspec.Struct, frozen=True):
     """Offsets are relative to the block; -1 stands for "this block has none"."""
 
     columns: tuple[str, ...]
-    rows: int
-    statistics_offset: int
-    checksums_offset: int
-    nbytes: int
+    rows: Number
+    statistics_offset: OrNone
+    checksums_offset: OrNone
+    nbytes: Bytes
     tensors: tuple[TensorEntry, ...]
-    version: int = 1
+    version: Number = 1
+
+    def check(self) -> None:
+        """ValueError when something of it lies outside of its block, or cannot be read at once."""
+        if self.rows:
+            if len(self.columns) > MOST_COLUMNS or self.statistics_nbytes > MOST_STATISTICS_BYTES:
+                size = f"[{self.rows}, {len(self.columns)}]"
+                raise ValueError(
+                    f"statistics of {size} float64, beyond {MOST_STATISTICS_BYTES} bytes"
+                )
+            self._check_inside("statistics", self.statistics_offset, self.statistics_nbytes)
+        if self.nbytes:
+            self._check_inside("checksums", self.checksums_offset, self.checksums_nbytes)
+        for order, entry in enumerate(self.tensors):
+            if entry.order != order or entry.row >= self.rows:
+                raise ValueError(f"tensor {entry.name!r} is not at place {order}, or has no row")
+            if entry.offset >= 0:
+                self._check_inside(f"tensor {entry.name!r}", entry.offset, entry.nbytes)
+                _check_tensor(entry)
+
+    def _check_inside(self, what: str, offset: int, nbytes: int) -> None:
+        if offset < 0 or offset + nbytes > self.nbytes:
+            raise ValueError(f"{what} at {offset} with {nbytes} bytes, in a block of {self.nbytes}")
 
     def to_json(self) -> bytes:
         return msgspec.json.encode(self)
 
     @staticmethod
-    def from_json(data: Buffer, digest: str = "") -> Layout:
-        """msgspec.DecodeError if it is none, or not the one of that digest.
+    def from_json(data: Buffer, digest: str, key: str, url: str = "") -> Layout:
+        """CorruptObject, which names the object `key` that it is in, if it is not that of the digest.
 
         By its bytes: one that was written by another version need not look the same when written anew.
         """
-        if digest and _digest(data) != digest:
-            raise msgspec.DecodeError("the content is not what the name says")
-        return msgspec.json.decode(data, type=Layout)
+        if _digest(data) != digest:
+            raise CorruptObject(url, key, "read", f"the content is not that of layout {digest}")
+        return parse(data, Layout, key, url)
 
     def digest(self) -> str:
         return _digest(self.to_json())
@@ -83,6 +118,16 @@ class Layout(msgspec.Struct, frozen=True):
     @property
     def checksums_nbytes(self) -> int:
         return 4 * (len(self.tensors) + 1) if self.checksums_offset >= 0 else 0
+
+
+def _check_tensor(entry: TensorEntry) -> None:
+    # Of a type that nobody here knows, reading says so; other tensors can be read.
+    size = itemsize(entry.dtype) if is_known(entry.dtype) else 0
+    if entry.nbytes > MOST_TENSOR_BYTES:
+        raise ValueError(f"tensor {entry.name!r}: {entry.nbytes} bytes, over {MOST_TENSOR_BYTES}")
+    if size and prod(entry.shape) * size != entry.nbytes:
+        shape = list(entry.shape)
+        raise ValueError(f"tensor {entry.name!r}: {entry.nbytes} bytes for {entry.dtype} {shape}")
 
 
 def _digest(data: Buffer) -> str:

@@ -23,6 +23,20 @@ from typing import Literal
 import msgspec
 
 from smdist.identity import ModeKeys, StepRef, worker_name
+from smdist.limits import (
+    Bytes,
+    Digest,
+    Include,
+    Mode,
+    Number,
+    OrNone,
+    Rank,
+    Seconds,
+    SegmentKey,
+    Time,
+    Worker,
+    WorldSize,
+)
 
 __all__ = [
     "FORMAT",
@@ -47,6 +61,7 @@ __all__ = [
     "segment_key",
     "session_key",
     "span_key",
+    "stand_in",
     "summary_key",
     "thinned_key",
 ]
@@ -59,24 +74,30 @@ RankState = Literal["active", "ended", "lost"]
 
 class Run(msgspec.Struct, frozen=True):
     run_id: str
-    created: float
+    created: Time
     framework: str
-    format: int = FORMAT
+    format: Number = FORMAT
 
 
 class Session(msgspec.Struct, frozen=True):
     """One process of one rank, from the construction of its hook to its end."""
 
     session: str  # unique
-    rank: int
-    world_size: int
-    attempt: int
-    include_workers: str | tuple[int, ...]  # "one", "all", or ranks
-    started: float
+    rank: Rank
+    world_size: WorldSize
+    attempt: Number
+    include_workers: Include | tuple[Number, ...]  # "one", "all", or ranks
+    started: Time
     host: str
-    pid: int
+    pid: Number
     launch: str  # what identifies the launcher's invocation, "" when nothing does
-    restart: int = 0  # how often the launcher restarted this job
+    restart: Number = 0  # how often the launcher restarted this job
+    run_id: str = ""  # "" where it was not known yet
+
+    @property
+    def attested(self) -> bool:
+        """Not so for one that `stand_in` made up."""
+        return bool(self.host or self.started)
 
     def expected_ranks(self) -> tuple[int, ...]:
         """The ranks of this attempt that save."""
@@ -107,20 +128,22 @@ class StepEntry(msgspec.Struct, frozen=True, array_like=True):
     `closed`: with this block the step had everything that was planned for it. A step that was closed
     with nothing new to store has an entry with an empty `layout` and `segment`; a block that holds
     shapes alone may have an empty `segment` too. `planned` false: nothing was due, the script saved
-    values of its own, so other ranks need not have the step.
+    values of its own, so other ranks need not have the step. `continues`: an earlier manifest has begun
+    the step.
     """
 
-    mode: int
-    mode_step: int
-    step: int
-    block: int
+    mode: Mode
+    mode_step: Number
+    step: Number
+    block: Number
     closed: bool
-    layout: str
-    segment: str
-    offset: int  # of the block, from the start of the object
-    began: float
-    time: float
+    layout: Digest
+    segment: SegmentKey
+    offset: Bytes  # of the block, from the start of the object
+    began: Time
+    time: Time
     planned: bool = True
+    continues: bool = False
 
     @property
     def ref(self) -> StepRef:
@@ -128,11 +151,11 @@ class StepEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Dropped(msgspec.Struct, frozen=True, array_like=True):
-    mode: int
-    mode_step: int
-    step: int
+    mode: Mode
+    mode_step: Number
+    step: Number
     names: tuple[str, ...]
-    nbytes: int
+    nbytes: Bytes
     reason: str
 
 
@@ -140,19 +163,19 @@ class RankManifest(msgspec.Struct, frozen=True):
     """Everything in the journal's records `[first, upto)` is in the store.
 
     `seq` counts from 0 per session without gaps. `state` holds as of this manifest; `reason` says
-    what ended the rank. `attached` is a small segment, see smdist/pipeline/attached.py.
+    what ended the rank. `attached` is a small segment, see smdist/format/inline_segment.py.
     """
 
     session: str
-    rank: int
-    world_size: int
-    attempt: int
-    include_workers: str | tuple[int, ...]
-    seq: int
-    first: int
-    upto: int
+    rank: Rank
+    world_size: WorldSize
+    attempt: Number
+    include_workers: Include | tuple[Number, ...]
+    seq: Number
+    first: Number
+    upto: Number
     state: RankState
-    time: float
+    time: Time
     steps: tuple[StepEntry, ...] = ()
     dropped: tuple[Dropped, ...] = ()
     troubles: tuple[str, ...] = ()
@@ -167,7 +190,7 @@ class RankManifest(msgspec.Struct, frozen=True):
 class RankSpan(msgspec.Struct, frozen=True):
     """Manifests of a session that follow each other, while it runs: one request instead of many.
 
-    Like a summary it says nothing that they do not say. See smdist/coordination/rolling.py.
+    Like a summary it says nothing that they do not say. See smdist/format/manifest_spans.py.
     """
 
     manifests: tuple[RankManifest, ...]  # seq `first` to `upto` - 1, by its key
@@ -186,13 +209,29 @@ class RankSummary(msgspec.Struct, frozen=True):
     @property
     def whole(self) -> bool:
         """Whether it is what it should be; if not, the manifests are to be read."""
+        own = self.session
         seqs = [manifest.seq for manifest in self.manifests]
-        sessions = {manifest.session for manifest in self.manifests}
+        owners = {(one.session, one.attempt, one.rank) for one in self.manifests}
         return (
             seqs == list(range(len(seqs)))
-            and sessions == {self.session.session}
+            and owners == {(own.session, own.attempt, own.rank)}
             and self.manifests[-1].state != "active"
         )
+
+
+def stand_in(manifest: RankManifest) -> Session:
+    """What a manifest tells of its session, whose own object cannot be read."""
+    return Session(
+        session=manifest.session,
+        rank=manifest.rank,
+        world_size=manifest.world_size,
+        attempt=manifest.attempt,
+        include_workers=manifest.include_workers,
+        started=0.0,
+        host="",
+        pid=0,
+        launch="",
+    )
 
 
 class Thinning(msgspec.Struct, frozen=True):
@@ -202,31 +241,31 @@ class Thinning(msgspec.Struct, frozen=True):
     """
 
     mode: str
-    mode_step: int
-    step: int
-    stride: int
+    mode_step: Number
+    step: Number
+    stride: Number
     reduced: bool
     share: float
-    time: float
+    time: Time
 
 
 class Thinned(msgspec.Struct, frozen=True):
     """What `overhead_budget` has changed in a session, in order."""
 
-    worker: str
-    attempt: int
+    worker: Worker
+    attempt: OrNone  # -1 in the journal of a rank that has not joined the run yet
     budget: float
     changes: tuple[Thinning, ...]
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
     session: str
-    rank: int
-    attempt: int
-    time: float
-    interval_s: float
-    step: int  # last global step seen in the journal, -1 for none
-    pending_bytes: int
+    rank: Rank
+    attempt: Number
+    time: Time
+    interval_s: Seconds
+    step: OrNone  # last global step seen in the journal, -1 for none
+    pending_bytes: Bytes
 
 
 def session_key(worker: str, attempt: int) -> str:

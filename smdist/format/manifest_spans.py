@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from smdist.coordination.spans import spans_of
+from smdist.format.intervals import spans_of
 
 __all__ = ["LENGTHS", "Span", "cover", "due"]
 

@@ -7,8 +7,9 @@ Names in its header (layouts hold the true names):
     <prefix>/.statistics .crc32c .padding
 
 A tensor whose own name begins with a dot gets one dot more, so none can take a reserved name.
-Its metadata: format, worker, attempt, seq; and, as JSON: `layouts` (prefix -> digest), `columns` and
-`rows` of the statistics (digest -> names), `dtypes` (name -> type, where the header shows another).
+Its metadata: format, run_id, session, worker, attempt, seq; and, as JSON: `layouts` (prefix -> digest),
+`blocks` (prefix -> block), `columns` and `rows` of the statistics (digest -> names), `dtypes` (name ->
+type, where the header shows another).
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
-from smdist.codec import HeaderEntry, header_bytes, itemsize, portable_form
-from smdist.layout import Layout, Wish, arrange
-from smdist.manifest import FORMAT, StepEntry
-from smdist.pipeline.block import crc32c
+from smdist.format.block import STATISTICS, checksum, identity, label
+from smdist.format.dtypes import HeaderEntry, header_bytes, itemsize, portable_form
+from smdist.format.layout import Layout, Wish, arrange
+from smdist.format.manifest import FORMAT, Session, StepEntry
+from smdist.identity import worker_name
 
 if TYPE_CHECKING:
-    from smdist.pipeline.fold import Block, Source
-    from smdist.record import TensorSpec
-    from smdist.storage.base import Buffer
+    from smdist.format.fold import Block, Source
+    from smdist.format.journal_records import TensorSpec
+    from smdist.storage.store import Buffer
 
-__all__ = ["Read", "Segment", "compose", "header_name"]
+__all__ = ["Read", "Segment", "compose", "header_name", "with_open"]
 
 Read = Callable[[int, int, int], memoryview]
 """`(arena, offset, nbytes)` -> those bytes, not copied, valid until the batch is acknowledged."""
@@ -60,18 +62,26 @@ class _Placed(NamedTuple):
 
 
 def compose(
-    blocks: Sequence[Block], read: Read, *, key: str, worker: str, attempt: int, seq: int
+    blocks: Sequence[Block], read: Read, *, key: str, run_id: str, session: Session, seq: int
 ) -> Segment:
     """Lay out `blocks` in the object `key`. Equal blocks and bytes give an equal object."""
     placed = _place(blocks)
     chunks: list[Buffer] = []
     items: list[HeaderEntry] = []
-    for one in placed.values():
-        chunks += _chunks(one.block, one.layout, read)
+    for index, one in placed.items():
+        entry = _entry(blocks[index], one, key, 0)
+        chunks += _chunks(one.block, one.layout, read, identity(session.session, entry))
         items += _items(one)
     header = b""
     if chunks:
-        about = {"format": str(FORMAT), "worker": worker, "attempt": str(attempt), "seq": str(seq)}
+        about = {
+            "format": str(FORMAT),
+            "run_id": run_id,
+            "session": session.session,
+            "worker": worker_name(session.rank),
+            "attempt": str(session.attempt),
+            "seq": str(seq),
+        }
         header = header_bytes(items, {**about, **_explain(placed.values())})
         chunks.insert(0, header)
     else:
@@ -85,9 +95,22 @@ def compose(
     )
 
 
+def with_open(segment: Segment, begun: set[tuple[int, int]]) -> Segment:
+    """Its entries say which of them continue a step of `begun`: those that were left open before.
+
+    `begun` is brought up to date.
+    """
+    entries = []
+    for entry in segment.entries:
+        key = (entry.mode, entry.mode_step)
+        entries.append(msgspec.structs.replace(entry, continues=key in begun))
+        (begun.discard if entry.closed else begun.add)(key)
+    return segment._replace(entries=tuple(entries))
+
+
 def header_name(prefix: str, name: str) -> str:
     """The name of a tensor in a segment's header."""
-    return f"{prefix}/.{name}" if name.startswith(".") else f"{prefix}/{name}"
+    return f"{prefix}/{label(name)}"
 
 
 def _place(blocks: Sequence[Block]) -> dict[int, _Placed]:
@@ -133,7 +156,7 @@ def _wish(spec: TensorSpec, unmeasured: tuple[str, ...]) -> Wish:
     )
 
 
-def _chunks(block: Block, layout: Layout, read: Read) -> list[Buffer]:
+def _chunks(block: Block, layout: Layout, read: Read, of_block: int) -> list[Buffer]:
     """The bytes of a block, in order, as many buffers as it has tensors and some."""
     checksums = np.zeros(len(layout.tensors) + 1, "<u4")
     at: list[tuple[int, Buffer]] = []
@@ -141,13 +164,13 @@ def _chunks(block: Block, layout: Layout, read: Read) -> list[Buffer]:
     for source in block.sources:
         for spec in source.tensors:
             entry = next(entries)
-            if entry.nbytes:
+            if entry.offset >= 0:
                 view = _bytes(source, spec.offset, spec.nbytes, read)
-                checksums[entry.order] = crc32c(view)
+                checksums[entry.order] = checksum(of_block, label(entry.name), view)
                 at.append((entry.offset, view))
     if layout.rows:
         matrix = _statistics(block, layout, read).tobytes()
-        checksums[-1] = crc32c(matrix)
+        checksums[-1] = checksum(of_block, STATISTICS, matrix)
         at.append((layout.statistics_offset, matrix))
     if layout.checksums_offset >= 0:
         at.append((layout.checksums_offset, checksums.tobytes()))
@@ -191,7 +214,7 @@ def _items(one: _Placed) -> list[HeaderEntry]:
     if layout.rows:
         at, shape = start + layout.statistics_offset, (layout.rows, len(layout.columns))
         end = at + layout.statistics_nbytes
-        items.append(HeaderEntry(f"{prefix}/.statistics", "F64", shape, at, end))
+        items.append(HeaderEntry(f"{prefix}/{STATISTICS}", "F64", shape, at, end))
     if layout.checksums_offset >= 0:
         at, size = start + layout.checksums_offset, layout.checksums_nbytes
         items.append(HeaderEntry(f"{prefix}/.crc32c", "U32", (size // 4,), at, at + size))
@@ -204,11 +227,12 @@ def _items(one: _Placed) -> list[HeaderEntry]:
 def _explain(placed: Iterable[_Placed]) -> dict[str, str]:
     """What a reader without layouts cannot know: rows, columns and types the header cannot say."""
     layouts: dict[str, str] = {}
+    blocks: dict[str, int] = {}
     columns: dict[str, tuple[str, ...]] = {}
     rows: dict[str, list[str]] = {}
     dtypes: dict[str, str] = {}
     for one in placed:
-        layouts[one.prefix] = one.digest
+        layouts[one.prefix], blocks[one.prefix] = one.digest, one.block.block
         if one.layout.rows and one.digest not in columns:
             columns[one.digest] = one.layout.columns
             rows[one.digest] = [entry.name for entry in one.layout.tensors if entry.row >= 0]
@@ -216,7 +240,13 @@ def _explain(placed: Iterable[_Placed]) -> dict[str, str]:
             shown, _ = portable_form(entry.dtype, entry.shape, entry.nbytes)
             if entry.offset >= 0 and shown != entry.dtype:
                 dtypes[header_name(one.prefix, entry.name)] = entry.dtype
-    told = {"layouts": layouts, "columns": columns, "rows": rows, "dtypes": dtypes}
+    told = {
+        "layouts": layouts,
+        "blocks": blocks,
+        "columns": columns,
+        "rows": rows,
+        "dtypes": dtypes,
+    }
     return {name: msgspec.json.encode(value).decode() for name, value in told.items() if value}
 
 

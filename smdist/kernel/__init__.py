@@ -1,6 +1,6 @@
 """Copies and statistics over plain addresses: what the training thread does on a captured step.
 
-The work is done by the compiled `smdist._kernel`, or by numpy where that was not built or where the
+The work is done by the compiled `smdist.kernel._native`, or by numpy where that was not built or where the
 environment says `SMDIST_KERNEL=numpy`. Both give the same rows up to rounding; `compiled` tells
 which one is in use. To build it in place: `python setup.py build_ext --inplace`.
 
@@ -16,6 +16,11 @@ A row of statistics holds these float64 columns:
     sum m2 abs_sum              m2: squared deviations from the mean, summed
     min max abs_min             abs_min: least magnitude
 
+The guard of bytes is a short checksum: what the training process wrote is what the uploader finds.
+Ranges of up to 2 KiB are covered entirely, larger ones by their first word in every 512 bytes and
+their last one. It depends on the places of the ranges, counted from an origin; that of several
+ranges is the sum of theirs, in 32 bits.
+
 Any NaN makes everything after the counts NaN, as in numpy; infinities make m2 NaN. A row of no
 elements has the sums 0, min and abs_min +inf, max -inf: merging it changes nothing.
 """
@@ -26,6 +31,7 @@ import ctypes
 import math
 import os
 import struct
+import sys
 from typing import TYPE_CHECKING, Any, Final
 
 import google_crc32c
@@ -43,6 +49,7 @@ __all__ = [
     "address_of",
     "compiled",
     "copy",
+    "guard",
     "merge",
     "populate",
     "record",
@@ -52,7 +59,7 @@ __all__ = [
 
 _compiled: Any
 try:
-    from smdist import _kernel as _compiled
+    from smdist.kernel import _native as _compiled
 except ImportError:  # installed without a compiler
     _compiled = None
 
@@ -103,7 +110,9 @@ DTYPES: Final = frozenset(_STORED)
 """Codes of the types that have statistics: all but the complex ones."""
 
 _MOST_OPENING = 32
-_REST, _HEAD = struct.Struct(">BdBIBIBQ"), struct.Struct("<II")
+_REST, _HEAD = struct.Struct(">BdBIBIBQBI"), struct.Struct("<II")
+_GUARD_WHOLE, _GUARD_STRIDE, _GUARD_KEY = 2048, 512, 0x9E3779B97F4A7C15
+_WORD, _LOW, _HALF = 1 << 64, np.uint64(0xFFFFFFFF), np.uint64(32)
 _CHUNK = 1 << 14  # elements; as float64, with temporaries, they stay in the second-level cache
 
 
@@ -208,11 +217,31 @@ def _chunk_row(elements: Array) -> list[float]:
     ]
 
 
+def _range_guard(address: int, size: int, position: int) -> int:
+    """As `guard_of` in the compiled kernel."""
+    if not size:
+        return 0
+    data = values(address, size, "U8")
+    stride = 8 if size <= _GUARD_WHOLE else _GUARD_STRIDE
+    words = np.ndarray(((size + stride - 8) // stride,), np.uint64, data, strides=(stride,))
+    mixed = np.arange(len(words), dtype=np.uint64)
+    mixed *= np.uint64(stride * _GUARD_KEY % _WORD)
+    mixed += np.uint64((position + 1) * _GUARD_KEY % _WORD)
+    mixed ^= words
+    total = int(words.sum()) + int(np.dot(mixed & _LOW, mixed >> _HALF))
+    last = int.from_bytes(data[-8:].tobytes().ljust(8, b"\0"), sys.byteorder)
+    mixed_last = last ^ (position + size + 1) * _GUARD_KEY % _WORD
+    total = (total + last + (mixed_last & 0xFFFFFFFF) * (mixed_last >> 32)) % _WORD
+    return (total ^ total >> 32) & 0xFFFFFFFF
+
+
 class NumpyKernel:
-    """The functions of `smdist._kernel` without it: right first, fast second."""
+    """The functions of `smdist.kernel._native` without it: right first, fast second."""
 
     @staticmethod
-    def copy(targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], /) -> None:
+    def copy(
+        targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], origin: int, /
+    ) -> int:
         if not len(targets) == len(sources) == len(sizes):
             raise ValueError("copy(): sequences of different lengths")
         for target, source, size in zip(targets, sources, sizes, strict=True):
@@ -220,6 +249,17 @@ class NumpyKernel:
                 raise ValueError("copy(): null address or negative size")
         for target, source, size in zip(targets, sources, sizes, strict=True):
             ctypes.memmove(target, source, size)
+        return NumpyKernel.guard(targets, sizes, origin)
+
+    @staticmethod
+    def guard(addresses: Sequence[int], sizes: Sequence[int], origin: int, /) -> int:
+        if len(addresses) != len(sizes):
+            raise ValueError("guard(): sequences of different lengths")
+        for address, size in zip(addresses, sizes, strict=True):
+            if size < 0 or (size and not address):
+                raise ValueError("guard(): null address or negative size")
+        ranges = zip(addresses, sizes, strict=True)
+        return sum(_range_guard(at, size, at - origin) for at, size in ranges) & 0xFFFFFFFF
 
     @staticmethod
     def record(
@@ -246,7 +286,9 @@ class NumpyKernel:
         ):
             raise ValueError("record(): an address or a number that cannot be")
         ctypes.memmove(target, source, size)
-        payload = opening + _REST.pack(0xCB, when, 0xCE, kind, 0xCE, arena, 0xCF, offset)
+        guard = _range_guard(target, size, 0)
+        numbers = (0xCB, when, 0xCE, kind, 0xCE, arena, 0xCF, offset, 0xCE, guard)
+        payload = opening + _REST.pack(*numbers)
         head = _HEAD.pack(len(payload), google_crc32c.value(payload))
         ctypes.memmove(frame + _HEAD.size, payload, len(payload))
         ctypes.memmove(frame, head, _HEAD.size)
@@ -313,13 +355,19 @@ compiled: bool = _compiled is not None and os.environ.get("SMDIST_KERNEL") != "n
 _chosen: Any = _compiled if compiled else NumpyKernel
 
 # Bound as they are, without a Python frame around each call.
-copy: Callable[[Sequence[int], Sequence[int], Sequence[int]], None] = _chosen.copy
-"""copy(targets, sources, sizes): copy many ranges of bytes; a target overlaps no source."""
+copy: Callable[[Sequence[int], Sequence[int], Sequence[int], int], int] = _chosen.copy
+"""copy(targets, sources, sizes, origin): copy many ranges of bytes; a target overlaps no source.
+
+Returned is the guard of the targets.
+"""
+
+guard: Callable[[Sequence[int], Sequence[int], int], int] = _chosen.guard
+"""guard(addresses, sizes, origin): the guard of ranges that are in place."""
 
 record: Callable[[int, int, int, int, bytes, float, int, int, int], None] = _chosen.record
 """record(target, source, size, cursor, opening, when, kind, arena, offset): copy, then say so.
 
-What it says is a `Part` in a frame of the journal. At the address `cursor` are two numbers of 64
+What it says is a `Part` in a frame of the journal, with the guard of the bytes from `target` on. At the address `cursor` are two numbers of 64
 bits: the address of that frame, a multiple of 8 with 72 bytes of room, and its ordinal; both are
 those of the next one afterwards. `opening` is the beginning of the record as it is encoded, up to
 its time. The bytes are in their place before the frame is.

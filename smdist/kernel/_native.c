@@ -1,7 +1,8 @@
-/* smdist._kernel: what the training thread does on a captured step.
+/* smdist.kernel._native: what the training thread does on a captured step.
  *
- *   copy        many memcpy in one call
- *   record      one memcpy, then the journal's frame that says where it went
+ *   copy        many memcpy in one call, and the guard of what was copied
+ *   record      one memcpy, then the journal's frame that says where it went, with the guard
+ *   guard       the guard of bytes that are in place
  *   statistics  one row of sufficient statistics per tensor, in one pass over memory
  *   populate    make the pages of a mapping resident before they are needed
  *
@@ -180,6 +181,43 @@ INLINE float f16_value(uint16_t half) {
     return value;
 }
 
+/* ---- guard --------------------------------------------------------------------------------
+ *
+ * A short checksum of what was captured. It goes into the journal, and the uploader computes it
+ * again over the bytes it stores: if a range was handed out twice, it finds out.
+ *
+ * Small ranges are covered entirely; of larger ones the first word of each 512 bytes, and the last
+ * word. Parts of up to 512 bytes travel in the journal, so one that is put over another, wherever it
+ * begins, covers one of these words at least. (While a device copies, small parts are in the arena
+ * as well: one of these may fall between two words.)
+ *
+ * The position of a word is mixed into it, then they are added: in vectors, in numpy, and range by
+ * range. */
+#define GUARD_WHOLE 2048
+#define GUARD_STRIDE 512
+#define GUARD_KEY UINT64_C(0x9E3779B97F4A7C15)
+static const uint64_t GUARD_LANES[4] = {0, 8 * GUARD_KEY, 16 * GUARD_KEY, 24 * GUARD_KEY};
+
+INLINE uint64_t word_at(const char *at) {
+    uint64_t word;
+    memcpy(&word, at, sizeof word);
+    return word;
+}
+
+INLINE uint64_t guard_word(uint64_t word, uint64_t position) {
+    uint64_t mixed = word ^ (position + 1) * GUARD_KEY;
+    return word + (mixed & UINT32_MAX) * (mixed >> 32);
+}
+
+/* `sum` is that of the words before the last one. */
+INLINE uint32_t guard_close(uint64_t sum, const char *data, size_t size, uint64_t position) {
+    uint64_t last = 0;
+    size_t bytes = size < sizeof last ? size : sizeof last;
+    memcpy(&last, data + size - bytes, bytes);
+    sum += guard_word(last, position + size);
+    return (uint32_t)(sum ^ sum >> 32);
+}
+
 #define PASTE(a, b) a##_##b
 #define PASTE_EXPANDED(a, b) PASTE(a, b)
 #define FN(name) PASTE_EXPANDED(name, VARIANT)
@@ -188,14 +226,14 @@ INLINE float f16_value(uint16_t half) {
 #define VARIANT baseline
 #define VARIANT_TARGET
 #define WIDTH 16
-#include "_kernel.c"
+#include "_native.c"
 
 #ifdef HAVE_AVX2_VARIANT
 #define VARIANT avx2
 #define VARIANT_TARGET __attribute__((target("avx2,fma,f16c")))
 #define VARIANT_AVX2
 #define WIDTH 32
-#include "_kernel.c"
+#include "_native.c"
 #endif
 
 /* ---- one-byte types ---------------------------------------------------------------------- */
@@ -285,13 +323,15 @@ typedef void (*ChunkReducer)(const char *, size_t, Row *);
 
 typedef struct {
     ChunkReducer f64, f32, f16, bf16, i64, i32, i16, u64, u32, u16;
+    uint64_t (*guard_words)(const char *, size_t, uint64_t);
+    uint32_t (*crc32c)(const unsigned char *, size_t);
 } Variant;
 
 #define VARIANT_TABLE(name)                                                         \
     {                                                                               \
         reduce_f64_##name, reduce_f32_##name, reduce_f16_##name, reduce_bf16_##name, \
         reduce_i64_##name, reduce_i32_##name, reduce_i16_##name, reduce_u64_##name, \
-        reduce_u32_##name, reduce_u16_##name,                                       \
+        reduce_u32_##name, reduce_u16_##name, guard_words_##name, crc32c_##name,    \
     }
 
 static const Variant BASELINE = VARIANT_TABLE(baseline);
@@ -475,12 +515,20 @@ static int moves_parse(const Items *items, Move *moves, uint64_t *total) {
  * not push out what training works on, nor does the memory have to be read before it is written.
  * Measured (2.8 GHz EPYC, ranges of 272 KB and 3 MB): 0.65 to 0.7 of memcpy's time. */
 #define STREAM_BYTES (64 * 1024)
+#define STREAM_BLOCK 4096
 
-static void move_large(char *target, const char *source, size_t size) {
+/* The guard's words are read where the copy reads: the target is not in a cache. */
+static uint32_t move_large(char *target, const char *source, size_t size, uint64_t position) {
+    uint64_t sum = 0;
+    size_t at = 0; /* of the next word for the guard */
 #if defined(__x86_64__)
     size_t head = (size_t)(-(uintptr_t)target & 15), i = head;
     memcpy(target, source, head);
     for (; i + 64 <= size; i += 64) {
+        if (i >= at) {
+            sum += guard_word(word_at(source + at), position + at);
+            at += GUARD_STRIDE;
+        }
         __m128i a = _mm_loadu_si128((const __m128i *)(source + i));
         __m128i b = _mm_loadu_si128((const __m128i *)(source + i + 16));
         __m128i c = _mm_loadu_si128((const __m128i *)(source + i + 32));
@@ -493,28 +541,63 @@ static void move_large(char *target, const char *source, size_t size) {
     _mm_sfence(); /* the journal record that names these bytes comes after them */
     memcpy(target + i, source + i, size - i);
 #else
-    memcpy(target, source, size);
-#endif
-}
-
-static void moves_run(const Move *moves, Py_ssize_t n) {
-    for (Py_ssize_t i = 0; i < n; i++) {
-        if (moves[i].size >= STREAM_BYTES)
-            move_large(moves[i].target, moves[i].source, moves[i].size);
-        else if (moves[i].size)
-            memcpy(moves[i].target, moves[i].source, moves[i].size);
+    for (; at + STREAM_BLOCK <= size; ) {
+        memcpy(target + at, source + at, STREAM_BLOCK);
+        for (size_t end = at + STREAM_BLOCK; at < end; at += GUARD_STRIDE)
+            sum += guard_word(word_at(source + at), position + at);
     }
+    memcpy(target + at, source + at, size - at);
+#endif
+    for (; at + 8 <= size; at += GUARD_STRIDE)
+        sum += guard_word(word_at(source + at), position + at);
+    return guard_close(sum, source, size, position);
 }
 
-static PyObject *kernel_copy(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
-    (void)module;
+static uint32_t guard_of(const char *data, size_t size, uint64_t position) {
+    uint64_t sum = 0;
+    if (!size) return 0;
+    if (size <= GUARD_WHOLE)
+        sum = variant->guard_words(data, size, position);
+    else
+        for (size_t at = 0; at + 8 <= size; at += GUARD_STRIDE)
+            sum += guard_word(word_at(data + at), position + at);
+    return guard_close(sum, data, size, position);
+}
+
+/* Positions are counted from `origin`. */
+typedef uint32_t (*MovesRunner)(const Move *, Py_ssize_t, uint64_t origin);
+
+static uint32_t moves_run(const Move *moves, Py_ssize_t n, uint64_t origin) {
+    uint32_t guard = 0;
+    for (const Move *move = moves; move < moves + n; move++) {
+        uint64_t position = (uint64_t)(uintptr_t)move->target - origin;
+        if (move->size >= STREAM_BYTES)
+            guard += move_large(move->target, move->source, move->size, position);
+        else if (move->size) {
+            memcpy(move->target, move->source, move->size);
+            guard += guard_of(move->target, move->size, position);
+        }
+    }
+    return guard;
+}
+
+static uint32_t moves_guard(const Move *moves, Py_ssize_t n, uint64_t origin) {
+    uint32_t guard = 0;
+    for (const Move *move = moves; move < moves + n; move++)
+        guard += guard_of(move->target, move->size, (uint64_t)(uintptr_t)move->target - origin);
+    return guard;
+}
+
+/* Targets, sources, sizes; the guard of the whole is the sum of those of its ranges. */
+static PyObject *moves_call(const char *name, PyObject *const *args, PyObject *from, MovesRunner run) {
     Items items[3];
     Move few[32], *moves = few;
-    uint64_t total = 0;
+    uint64_t total = 0, origin;
+    uint32_t guard = 0;
     int failed = -1;
-    if (arguments("copy", nargs, 3) < 0 || items_open_all(items, args, 3) < 0) return NULL;
+    if (as_uint64(from, &origin) < 0 || items_open_all(items, args, 3) < 0) return NULL;
     Py_ssize_t n = items[0].length;
-    if (equal_lengths("copy", items, 3) < 0) goto done;
+    if (equal_lengths(name, items, 3) < 0) goto done;
     if (n > 32 && !(moves = PyMem_Malloc((size_t)n * sizeof *moves))) {
         PyErr_NoMemory();
         goto done;
@@ -522,40 +605,36 @@ static PyObject *kernel_copy(PyObject *module, PyObject *const *args, Py_ssize_t
     failed = moves_parse(items, moves, &total);
     if (failed) goto done;
     if (total <= KEEP_GIL_BYTES)
-        moves_run(moves, n);
+        guard = run(moves, n, origin);
     else {
         Py_BEGIN_ALLOW_THREADS
-        moves_run(moves, n);
+        guard = run(moves, n, origin);
         Py_END_ALLOW_THREADS
     }
 done:
     if (moves != few) PyMem_Free(moves);
     for (int i = 0; i < 3; i++) items_close(&items[i]);
-    if (failed) return NULL;
-    Py_RETURN_NONE;
+    return failed ? NULL : PyLong_FromUnsignedLong(guard);
+}
+
+static PyObject *kernel_copy(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    (void)module;
+    if (arguments("copy", nargs, 4) < 0) return NULL;
+    return moves_call("copy", args, args[3], moves_run);
+}
+
+static PyObject *kernel_guard(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    (void)module;
+    if (arguments("guard", nargs, 3) < 0) return NULL;
+    PyObject *const in_place[3] = {args[0], args[0], args[1]};
+    return moves_call("guard", in_place, args[2], moves_guard);
 }
 
 /* ---- record ------------------------------------------------------------------------------ */
 
 #define FRAME_HEAD 8  /* length and checksum of the payload, little endian */
 #define MOST_OPENING 32
-#define PAYLOAD_REST 28
-
-/* Four bits at a time: a frame is too short for more, and the table is one line of the cache. */
-static uint32_t crc32c(const unsigned char *data, size_t n) {
-    static const uint32_t table[16] = {
-        0x00000000, 0x105ec76f, 0x20bd8ede, 0x30e349b1, 0x417b1dbc, 0x5125dad3, 0x61c69362,
-        0x7198540d, 0x82f63b78, 0x92a8fc17, 0xa24bb5a6, 0xb21572c9, 0xc38d26c4, 0xd3d3e1ab,
-        0xe330a81a, 0xf36e6f75,
-    };
-    uint32_t crc = UINT32_MAX;
-    for (size_t i = 0; i < n; i++) {
-        crc ^= data[i];
-        crc = crc >> 4 ^ table[crc & 15];
-        crc = crc >> 4 ^ table[crc & 15];
-    }
-    return ~crc;
-}
+#define PAYLOAD_REST 33
 
 /* msgpack: a byte that says what follows, then `bytes` of it, the highest first. */
 static unsigned char *pack(unsigned char *at, unsigned char what, uint64_t value, int bytes) {
@@ -569,6 +648,7 @@ typedef struct {
     Py_ssize_t opening_bytes;
     double when;
     uint64_t kind, arena, offset;
+    uint32_t guard;
 } Record;
 
 /* Where the next frame of the journal goes, and its ordinal. Moved on here and not by the caller:
@@ -588,8 +668,9 @@ static void frame_write(Cursor *cursor, const Record *record) {
     at = pack(at, 0xce, record->kind, 4);
     at = pack(at, 0xce, record->arena, 4);
     at = pack(at, 0xcf, record->offset, 8);
+    at = pack(at, 0xce, record->guard, 4);
     size_t length = (size_t)(at - payload);
-    uint64_t both = (uint64_t)crc32c(payload, length) << 32 | length;
+    uint64_t both = (uint64_t)variant->crc32c(payload, length) << 32 | length;
     for (int i = 0; i < FRAME_HEAD; i++) head[i] = (unsigned char)(both >> 8 * i);
     memcpy(frame + FRAME_HEAD, payload, length);
     memcpy(&both, head, sizeof both);
@@ -622,10 +703,10 @@ static PyObject *kernel_record(PyObject *module, PyObject *const *args, Py_ssize
     }
     Move move = {(char *)(uintptr_t)target, (const char *)(uintptr_t)source, (size_t)size};
     if (size <= KEEP_GIL_BYTES)
-        moves_run(&move, 1);
+        record.guard = moves_run(&move, 1, target);
     else {
         Py_BEGIN_ALLOW_THREADS
-        moves_run(&move, 1);
+        record.guard = moves_run(&move, 1, target);
         Py_END_ALLOW_THREADS
     }
     frame_write(cursor, &record);
@@ -787,7 +868,10 @@ static PyObject *kernel_variants(PyObject *module, PyObject *unused) {
 
 static PyMethodDef METHODS[] = {
     {"copy", (PyCFunction)(void (*)(void))kernel_copy, METH_FASTCALL,
-     "copy(targets, sources, sizes, /)\n--\n\nCopy many ranges of memory that do not overlap."},
+     "copy(targets, sources, sizes, origin, /)\n--\n\n"
+     "Copy many ranges of memory that do not overlap; the guard of what was copied."},
+    {"guard", (PyCFunction)(void (*)(void))kernel_guard, METH_FASTCALL,
+     "guard(addresses, sizes, origin, /)\n--\n\nThe guard of ranges that are in place."},
     {"record", (PyCFunction)(void (*)(void))kernel_record, METH_FASTCALL,
      "record(target, source, size, cursor, opening, when, kind, arena, offset, /)\n--\n\n"
      "Copy, then write the journal's frame that says so, and move the cursor on."},
@@ -819,14 +903,14 @@ static PyModuleDef_Slot SLOTS[] = {
 
 static struct PyModuleDef MODULE = {
     PyModuleDef_HEAD_INIT,
-    .m_name = "smdist._kernel",
+    .m_name = "smdist.kernel._native",
     .m_doc = "Batched copies and fused statistics over addresses.",
     .m_size = 0,
     .m_methods = METHODS,
     .m_slots = SLOTS,
 };
 
-PyMODINIT_FUNC PyInit__kernel(void) { return PyModuleDef_Init(&MODULE); }
+PyMODINIT_FUNC PyInit__native(void) { return PyModuleDef_Init(&MODULE); }
 
 #else /* VARIANT: the sweeps for one instruction set, vectors of WIDTH bytes */
 
@@ -837,10 +921,12 @@ typedef VECTOR(float, WIDTH) FN(Floats);
 typedef VECTOR(double, WIDTH) FN(Doubles);
 typedef VECTOR(int32_t, WIDTH) FN(Ints);
 typedef VECTOR(int64_t, WIDTH) FN(Longs);
+typedef VECTOR(uint64_t, WIDTH) FN(Words);
 #define Floats FN(Floats)
 #define Doubles FN(Doubles)
 #define Ints FN(Ints)
 #define Longs FN(Longs)
+#define Words FN(Words)
 #define FLOATS (WIDTH / 4)
 #define DOUBLES (WIDTH / 8)
 
@@ -849,6 +935,7 @@ typedef VECTOR(int64_t, WIDTH) FN(Longs);
 #define GREATER_F32(a, b) (Floats)_mm256_max_ps((__m256)(a), (__m256)(b))
 #define LESSER_F64(a, b) (Doubles)_mm256_min_pd((__m256d)(a), (__m256d)(b))
 #define GREATER_F64(a, b) (Doubles)_mm256_max_pd((__m256d)(a), (__m256d)(b))
+#define MULTIPLY_LOW(a, b) (Words)_mm256_mul_epu32((__m256i)(a), (__m256i)(b))
 #define WIDEN(at) (Doubles)_mm256_cvtps_pd(_mm_loadu_ps((const float *)(const void *)(at)))
 #define WIDEN_HALVES(at) \
     (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)(at)))
@@ -857,6 +944,7 @@ typedef VECTOR(int64_t, WIDTH) FN(Longs);
 #define GREATER_F32(a, b) (Floats)_mm_max_ps((__m128)(a), (__m128)(b))
 #define LESSER_F64(a, b) (Doubles)_mm_min_pd((__m128d)(a), (__m128d)(b))
 #define GREATER_F64(a, b) (Doubles)_mm_max_pd((__m128d)(a), (__m128d)(b))
+#define MULTIPLY_LOW(a, b) (Words)_mm_mul_epu32((__m128i)(a), (__m128i)(b))
 #define WIDEN(at) \
     (Doubles)_mm_cvtps_pd(_mm_castsi128_ps(_mm_loadl_epi64((const __m128i *)(const void *)(at))))
 #elif defined(__aarch64__)
@@ -867,17 +955,21 @@ typedef VECTOR(int64_t, WIDTH) FN(Longs);
 #define WIDEN(at) (Doubles)vcvt_f64_f32(vreinterpret_f32_u8(vld1_u8((const uint8_t *)(at))))
 #define WIDEN_HALVES(at) (Floats)vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8((const uint8_t *)(at))))
 #else
-#define LESSER(bits, a, b) (((bits)(a) & ((a) < (b))) | ((bits)(b) & ~((a) < (b))))
-#define LESSER_F32(a, b) (Floats)LESSER(Ints, a, b)
-#define GREATER_F32(a, b) (Floats)LESSER(Ints, b, a)
-#define LESSER_F64(a, b) (Doubles)LESSER(Longs, a, b)
-#define GREATER_F64(a, b) (Doubles)LESSER(Longs, b, a)
+#define CHOSEN(bits, test, a, b) (((bits)(a) & (test)) | ((bits)(b) & ~(test)))
+#define LESSER_F32(a, b) (Floats)CHOSEN(Ints, (a) < (b), a, b)
+#define GREATER_F32(a, b) (Floats)CHOSEN(Ints, (a) > (b), a, b)
+#define LESSER_F64(a, b) (Doubles)CHOSEN(Longs, (a) < (b), a, b)
+#define GREATER_F64(a, b) (Doubles)CHOSEN(Longs, (a) > (b), a, b)
 #define WIDEN(at) FN(widen)(at)
 static inline Doubles FN(widen)(const char *at) {
     float x[2];
     memcpy(x, at, sizeof x);
     return (Doubles){x[0], x[1]};
 }
+#endif
+
+#ifndef MULTIPLY_LOW
+#define MULTIPLY_LOW(a, b) (((a) & UINT32_MAX) * ((b) & UINT32_MAX))
 #endif
 
 #define TOTAL(total, lanes_of)                        \
@@ -1130,6 +1222,54 @@ VARIANT_TARGET static void FN(reduce_f16)(const char *data, size_t n, Row *row) 
     FN(reduce_f32)((const char *)buffer, n, row);
 }
 
+/* The sum of all whole words. */
+VARIANT_TARGET static uint64_t FN(guard_words)(const char *data, size_t size, uint64_t position) {
+    Words sum_a = {0}, sum_b = {0}, key_a, key_b, step = sum_a + 2 * WIDTH * GUARD_KEY;
+    uint64_t lanes[WIDTH / 8], sum = 0;
+    size_t i = 0;
+    memcpy(&key_a, GUARD_LANES, sizeof key_a);
+    key_a += (position + 1) * GUARD_KEY;
+    key_b = key_a + WIDTH * GUARD_KEY;
+    for (; i + 2 * WIDTH <= size; i += 2 * WIDTH) {
+        Words a, b;
+        memcpy(&a, data + i, sizeof a);
+        memcpy(&b, data + i + WIDTH, sizeof b);
+        Words mixed_a = a ^ key_a, mixed_b = b ^ key_b;
+        sum_a += a + MULTIPLY_LOW(mixed_a, mixed_a >> 32);
+        sum_b += b + MULTIPLY_LOW(mixed_b, mixed_b >> 32);
+        key_a += step;
+        key_b += step;
+    }
+    sum_a += sum_b;
+    memcpy(lanes, &sum_a, sizeof lanes);
+    for (size_t l = 0; l < WIDTH / 8; l++) sum += lanes[l];
+    for (; i + 8 <= size; i += 8) sum += guard_word(word_at(data + i), position + i);
+    return sum;
+}
+
+/* Of a frame's payload, some 40 bytes. */
+VARIANT_TARGET static uint32_t FN(crc32c)(const unsigned char *data, size_t n) {
+    uint32_t crc = UINT32_MAX;
+    size_t i = 0;
+#ifdef VARIANT_AVX2
+    for (; i + 8 <= n; i += 8) crc = (uint32_t)_mm_crc32_u64(crc, word_at((const char *)data + i));
+    for (; i < n; i++) crc = _mm_crc32_u8(crc, data[i]);
+#else
+    /* Four bits at a time: the table is one line of the cache. */
+    static const uint32_t table[16] = {
+        0x00000000, 0x105ec76f, 0x20bd8ede, 0x30e349b1, 0x417b1dbc, 0x5125dad3, 0x61c69362,
+        0x7198540d, 0x82f63b78, 0x92a8fc17, 0xa24bb5a6, 0xb21572c9, 0xc38d26c4, 0xd3d3e1ab,
+        0xe330a81a, 0xf36e6f75,
+    };
+    for (; i < n; i++) {
+        crc ^= data[i];
+        crc = crc >> 4 ^ table[crc & 15];
+        crc = crc >> 4 ^ table[crc & 15];
+    }
+#endif
+    return ~crc;
+}
+
 #undef VARIANT
 #undef VARIANT_TARGET
 #undef WIDTH
@@ -1137,12 +1277,14 @@ VARIANT_TARGET static void FN(reduce_f16)(const char *data, size_t n, Row *row) 
 #undef Doubles
 #undef Ints
 #undef Longs
+#undef Words
 #undef FLOATS
 #undef DOUBLES
 #undef LESSER_F32
 #undef GREATER_F32
 #undef LESSER_F64
 #undef GREATER_F64
+#undef MULTIPLY_LOW
 #undef WIDEN
 #undef WIDEN_HALVES
 #undef TOTAL

@@ -1,6 +1,9 @@
 from collections.abc import Sequence
 
-def copy(targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], /) -> None: ...
+def copy(
+    targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], origin: int, /
+) -> int: ...
+def guard(addresses: Sequence[int], sizes: Sequence[int], origin: int, /) -> int: ...
 def record(
     target: int,
     source: int,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from smdist.storage.base import Buffer, Store
+from smdist.storage.in_memory import MemoryStore
 from smdist.storage.local import LocalStore
-from smdist.storage.location import check_writable, is_remote, open_store, pinned
-from smdist.storage.memory import MemoryStore
+from smdist.storage.store import Buffer, Store
+from smdist.storage.urls import check_writable, is_remote, open_store, pinned
 
 __all__ = [
     "Buffer",

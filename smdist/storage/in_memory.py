@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from smdist.errors import ObjectExists, ObjectNotFound
-from smdist.storage.base import Buffer, check_key, check_range
+from smdist.storage.store import Buffer, check_key, check_range, check_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,6 +36,8 @@ class MemoryStore:
         check_range(start, stop)
         if key not in self.objects:
             raise ObjectNotFound(self._url, key, "get")
+        if stop is None:
+            check_size(self._url, key, len(self.objects[key]))
         return self.objects[key][start:stop]
 
     async def list(self, prefix: str = "", *, after: str = "") -> Sequence[str]:

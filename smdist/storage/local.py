@@ -7,6 +7,9 @@ umask says: teammates can read a shared directory.
 
 Large objects go past the page cache, see `uncached`.
 
+A run may have been written by anybody: symbolic links below the root are not followed, for reading,
+writing or listing, and what is no regular file is refused. The root itself may be a link.
+
 A put that returned is safe from the death of any process; `durable` makes it wait for the disk too,
 which costs throughput and protects against the machine's own end.
 """
@@ -18,6 +21,7 @@ import builtins
 import contextlib
 import errno
 import os
+import stat
 import threading
 import time
 import uuid
@@ -31,8 +35,9 @@ from smdist.errors import (
     StoreForbidden,
     StoreFull,
 )
-from smdist.storage.base import Buffer, check_key, check_range
-from smdist.storage.uncached import Uncached, drop
+from smdist.storage.beneath import Beneath
+from smdist.storage.direct_io import Uncached, drop
+from smdist.storage.store import Buffer, check_key, check_range, check_size
 
 __all__ = ["LocalStore"]
 
@@ -54,6 +59,7 @@ class LocalStore:
     def __init__(self, root: str | os.PathLike[str], *, durable: bool = False) -> None:
         self._root = os.path.abspath(os.path.expanduser(os.fspath(root)))
         self._temporaries = os.path.join(self._root, _TEMPORARY)
+        self._beneath = Beneath(self._root)
         self._durable = durable
         self._uncached = Uncached()
         self._swept = False
@@ -69,27 +75,29 @@ class LocalStore:
         await _in_thread(self._check)
 
     async def put(self, key: str, data: Sequence[Buffer], *, if_absent: bool = False) -> None:
-        path = self._path(key)
-        await _in_thread(lambda stop: self._put(key, path, data, if_absent, stop), lent=True)
+        check_key(self._root, key)
+        await _in_thread(lambda stop: self._put(key, data, if_absent, stop), lent=True)
 
     async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         return (await _in_thread(lambda _: self.read(key, [(start, stop)])))[0]
 
     def read(self, key: str, ranges: Sequence[tuple[int, int | None]]) -> builtins.list[bytes]:
-        path = self._path(key)
+        check_key(self._root, key)
         for start, stop in ranges:
             check_range(start, stop)
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
+            with self._beneath.file(key) as descriptor:
                 size = os.fstat(descriptor).st_size
+                if any(stop is None for _, stop in ranges):
+                    check_size(self._root, key, size)
                 return [_read(descriptor, size, start, stop) for start, stop in ranges]
-            finally:
-                os.close(descriptor)
         except OSError as error:
             if error.errno in _NOT_THERE:
                 raise ObjectNotFound(self._root, key, "get") from None
             self._refuse(error, key, "get")
+        except MemoryError:
+            detail = "so much of it was asked for that this process has no memory for it"
+            raise StoreError(self._root, key, "get", detail) from None
 
     async def list(self, prefix: str = "", *, after: str = "") -> Sequence[str]:
         return await _in_thread(lambda _: self._list(prefix, after))
@@ -99,8 +107,8 @@ class LocalStore:
         return await _in_thread(lambda _: self._folders(prefix))
 
     async def delete(self, key: str) -> None:
-        path = self._path(key)
-        await _in_thread(lambda _: self._delete(key, path))
+        check_key(self._root, key)
+        await _in_thread(lambda _: self._delete(key))
 
     async def close(self) -> None:
         """Leave no empty directory of ours behind; another writer makes it again if it needs it."""
@@ -108,9 +116,6 @@ class LocalStore:
             os.rmdir(self._temporaries)
 
     # -- in a thread ---------------------------------------------------------------------------
-
-    def _path(self, key: str) -> str:
-        return os.path.join(self._root, check_key(self._root, key))
 
     def _check(self, stop: threading.Event) -> None:
         if os.path.exists(self._root) and not os.path.isdir(self._root):
@@ -129,12 +134,13 @@ class LocalStore:
             self._refuse(error, "", "write")
 
     def _put(
-        self, key: str, path: str, data: Sequence[Buffer], if_absent: bool, stop: threading.Event
+        self, key: str, data: Sequence[Buffer], if_absent: bool, stop: threading.Event
     ) -> None:
         try:
             descriptor, temporary = self._temporary()
         except OSError as error:
             self._refuse(error, key, "put")
+        folder, _, name = key.rpartition("/")
         try:
             try:
                 self._write(descriptor, data, stop)
@@ -142,22 +148,26 @@ class LocalStore:
                     os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            if if_absent:
-                _link(temporary, path)
-            else:
-                os.rename(temporary, path)
-            if self._durable:
-                _sync_directory(os.path.dirname(path))
-        except FileExistsError as error:
-            if not if_absent or not os.path.isfile(path):
-                self._refuse(error, key, "put")
-            raise ObjectExists(self._root, key, "put") from None
+            with self._beneath.folder(folder, create=True) as parent:
+                if if_absent:
+                    self._link(temporary, key, name, parent)
+                else:
+                    os.rename(temporary, name, dst_dir_fd=parent)
+                if self._durable:
+                    _sync_directory(parent)
         except OSError as error:
             self._refuse(error, key, "put")
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
+
+    def _link(self, temporary: str, key: str, name: str, parent: int) -> None:
+        try:
+            _link(temporary, name, parent)
+        except FileExistsError:
+            if stat.S_ISREG(os.lstat(name, dir_fd=parent).st_mode):
+                raise ObjectExists(self._root, key, "put") from None
+            raise
 
     def _write(self, descriptor: int, data: Sequence[Buffer], stop: threading.Event) -> None:
         """All buffers, in order, without joining them. A writev may write less than it was given."""
@@ -176,23 +186,24 @@ class LocalStore:
         if not self._swept:
             self._swept = True
             self._sweep()
-        path = os.path.join(self._temporaries, uuid.uuid4().hex)
+        name = uuid.uuid4().hex
+        path = os.path.join(self._temporaries, name)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         for _ in range(8):
-            # Another writer's close() may remove the directory between the two calls.
-            # (exist_ok would look twice, and raise when it vanishes in between).
-            with contextlib.suppress(FileExistsError):
-                os.makedirs(self._temporaries)
-            with contextlib.suppress(FileNotFoundError):
-                return os.open(path, flags, 0o666), path
+            # Another writer's close() may remove the directory after it was found or made.
+            with (
+                contextlib.suppress(FileNotFoundError),
+                self._beneath.folder(_TEMPORARY, create=True) as parent,
+            ):
+                return os.open(name, flags, 0o666, dir_fd=parent), path
         return os.open(path, flags, 0o666), path
 
     def _sweep(self) -> None:
         oldest = time.time() - _STALE_S
-        with contextlib.suppress(OSError), os.scandir(self._temporaries) as found:
-            for entry in found:
-                if entry.stat(follow_symlinks=False).st_mtime < oldest:
-                    os.unlink(entry.path)
+        with contextlib.suppress(OSError), self._beneath.folder(_TEMPORARY) as parent:
+            for entry in self._beneath.names(_TEMPORARY):
+                if os.lstat(entry.name, dir_fd=parent).st_mtime < oldest:
+                    os.unlink(entry.name, dir_fd=parent)
 
     def _list(self, prefix: str, after: str) -> Sequence[str]:
         folder = prefix.rpartition("/")[0]
@@ -205,19 +216,20 @@ class LocalStore:
 
     def _walk(self, folder: str, prefix: str, after: str) -> Iterator[str]:
         try:
-            with os.scandir(os.path.join(self._root, folder)) as found:
-                entries = list(found)
+            found = self._beneath.names(folder)
         except (FileNotFoundError, NotADirectoryError):
             # Never there, or gone since its parent was read. A root that is a file holds no key.
             return
-        for entry in entries:
+        for entry in found:
             # Ours, and those of NFS, which keeps replaced open files as `.nfs...`.
             if entry.name.startswith("."):
                 continue
             key = f"{folder}/{entry.name}" if folder else entry.name
-            if entry.is_dir(follow_symlinks=False):
+            if entry.folder or entry.linked:
                 inside = f"{key}/"
                 if _may_match(inside, prefix) and (inside > after or after.startswith(inside)):
+                    if entry.linked:  # what is in it would be missed in silence
+                        raise self._beneath.is_link(key)
                     yield from self._walk(key, prefix, after)
             elif key.startswith(prefix) and key > after:
                 yield key
@@ -227,22 +239,24 @@ class LocalStore:
         if folder:
             check_key(self._root, folder)
         try:
-            with os.scandir(os.path.join(self._root, folder)) as found:
-                return sorted(e.name for e in found if e.is_dir() and not e.name.startswith("."))
+            found = self._beneath.names(folder)
+            return sorted(e.name for e in found if e.folder and not e.name.startswith("."))
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
             self._refuse(error, prefix, "list")
 
-    def _delete(self, key: str, path: str) -> None:
+    def _delete(self, key: str) -> None:
+        folder, _, name = key.rpartition("/")
         try:
-            os.unlink(path)
+            with self._beneath.folder(folder) as parent:
+                os.unlink(name, dir_fd=parent)
         except OSError as error:
             if error.errno not in _NOT_THERE:
                 self._refuse(error, key, "delete")
 
     def _refuse(self, error: OSError, key: str, operation: str) -> NoReturn:
-        kind, advice = StoreError, ""
+        kind, advice = StoreError, "; check that the store can be reached"
         if error.errno in _FULL:
             kind, advice = StoreFull, "; free some space or choose another out_dir"
         elif error.errno in _FORBIDDEN:
@@ -275,21 +289,22 @@ def _read(descriptor: int, size: int, start: int, stop: int | None) -> bytes:
     return b"".join(chunks)
 
 
-def _link(temporary: str, path: str) -> None:
+def _link(temporary: str, name: str, parent: int) -> None:
     try:
-        os.link(temporary, path)
+        os.link(temporary, name, dst_dir_fd=parent)
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
         # No hard links here (some FUSE file systems). Two writers may both win then, as the
         # contract allows; each object is still whole.
-        if os.path.lexists(path):
-            raise FileExistsError(errno.EEXIST, "exists", path) from None
-        os.rename(temporary, path)
+        with contextlib.suppress(FileNotFoundError):
+            os.lstat(name, dir_fd=parent)
+            raise FileExistsError(errno.EEXIST, "exists", name) from None
+        os.rename(temporary, name, dst_dir_fd=parent)
 
 
-def _sync_directory(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _sync_directory(folder: int) -> None:
+    descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
     try:
         os.fsync(descriptor)
     finally:

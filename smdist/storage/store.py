@@ -10,14 +10,16 @@ thread). A key is relative, uses '/', and never leaves the store: `check_key` re
   instead; correctness must not depend on that, as some S3 servers ignore it. The buffers are the
   caller's again when the call returns or raises, cancellation included.
 - `get` of `[start, stop)` or of the whole; ObjectNotFound when there is no such key. A range that
-  reaches past the end gives what there is, maybe nothing.
+  reaches past the end gives what there is, maybe nothing. CorruptObject, before anything is read,
+  when the whole is asked for and larger than such an object may be (`smdist.limits`).
 - `list` gives keys that begin with a prefix, in text order, `after` excluded and what comes before
   it too.
 - `delete` of a key that is not there is no error.
 - `close`, once, last.
 
 Only "not found" is an empty answer. Anything else raises a StoreError that names url, key and
-operation: StoreFull, StoreForbidden, or plain StoreError (worth trying again).
+operation: StoreFull, StoreForbidden, CorruptObject (what is there cannot be an object of a run), or
+plain StoreError (worth trying again).
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, Union, runtime_checkable
 
-from smdist.errors import StoreError
+from smdist.errors import CorruptObject, StoreError
+from smdist.limits import most_bytes
 
-__all__ = ["Buffer", "NearStore", "Store", "check_key", "check_range"]
+__all__ = ["Buffer", "NearStore", "Store", "check_key", "check_range", "check_size"]
 
 Buffer = Union[bytes, bytearray, memoryview]  # noqa: UP007 (3.10)
 
@@ -77,3 +80,11 @@ def check_key(url: str, key: str) -> str:
 def check_range(start: int, stop: int | None) -> None:
     if start < 0 or (stop is not None and stop < 0):
         raise ValueError(f"a range counts from the start of an object: [{start}, {stop})")
+
+
+def check_size(url: str, key: str, size: int) -> None:
+    """CorruptObject when an object of `size` bytes is too large to be read whole."""
+    most = most_bytes(key)
+    if size > most:
+        detail = f"it has {size} bytes, such an object may have {most}; smdist did not write it"
+        raise CorruptObject(url, key, "get", detail)

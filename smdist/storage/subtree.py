@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from smdist.storage.base import Buffer, Store, check_key
+from smdist.storage.store import Buffer, Store, check_key
 
 __all__ = ["Below", "folders"]
 

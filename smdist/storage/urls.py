@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from smdist.errors import ConfigurationError, StoreError
-from smdist.storage import sync
+from smdist.storage import loop_thread as sync
 from smdist.storage.local import LocalStore
-from smdist.storage.shown import shown
+from smdist.storage.shown_url import shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from smdist.storage.base import Store
+    from smdist.storage.store import Store
 
 __all__ = ["check_writable", "is_remote", "open_store", "pinned"]
 
@@ -69,7 +69,7 @@ def pinned(url: str) -> str:
     if not is_remote(url):
         # Other processes have working directories of their own.
         return url if "://" in url else str(Path(url).absolute())
-    pin: Callable[[str], str] = importlib.import_module("smdist.storage.s3_pin").pin
+    pin: Callable[[str], str] = importlib.import_module("smdist.storage.s3.pinned_url").pin
     return pin(url)
 
 
@@ -105,7 +105,7 @@ def _file_path(url: str) -> str:
 
 def _open_s3(url: str, options: dict[str, float | int | None]) -> Store:
     try:
-        module = importlib.import_module("smdist.storage.s3")
+        module = importlib.import_module("smdist.storage.s3.store")
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] not in _S3_MODULES:
             raise

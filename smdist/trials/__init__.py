@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from smdist.coordination.membership import Disagreement, MissingReason, RankReport, RankStatus
+from smdist.coordination.view.membership import Disagreement, MissingReason, RankReport, RankStatus
 from smdist.trials.catalogue import StepState
-from smdist.trials.follower import no_refresh
-from smdist.trials.opening import LocalTrial, S3Trial, create_trial
+from smdist.trials.live import no_refresh
+from smdist.trials.open import LocalTrial, S3Trial, create_trial
 from smdist.trials.report import AttemptInfo, DroppedTensors
 from smdist.trials.tensor import Tensor
 from smdist.trials.trial import Trial

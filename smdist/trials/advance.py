@@ -8,15 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from smdist.coordination.drop_log import NO_DROPS
-from smdist.coordination.membership import StepFacts, all_step_facts, expected_ranks, lost_at
-from smdist.coordination.merge import StepKey, View, merge
-from smdist.coordination.sealed import NOTHING
-from smdist.coordination.spans import joined
-from smdist.layout import Layout
+from smdist.coordination.columnar.chunks import NOTHING
+from smdist.coordination.columnar.drop_log import NO_DROPS
+from smdist.coordination.view.membership import StepFacts, all_step_facts, expected_ranks, lost_at
+from smdist.coordination.view.run_view import StepKey, View, merge
+from smdist.coordination.view.step_facts import damaged_steps, doubted, without_doubt
+from smdist.format.intervals import Members, joined, spans_of
+from smdist.format.layout import Layout
+from smdist.identity import worker_name
 from smdist.trials.catalogue import Catalogue, LayoutIndex
 
-__all__ = ["advance", "touched_steps"]
+__all__ = ["advance", "spoil", "touched_steps"]
 
 
 def advance(
@@ -48,6 +50,10 @@ def advance(
         if lost_at(view, attempt, ranks) != lost_at(old.view, attempt, ranks):
             # They are missing at steps that nobody planned, from there on.
             touched |= {key for key, facts in old.steps.items() if not facts.planned}
+        if doubted(view, attempt) != doubted(old.view, attempt):
+            touched |= old.steps.keys()
+        was, now_is = damaged_steps(old.view, attempt), damaged_steps(view, attempt)
+        touched |= {key for key in {*was, *now_is} if was.get(key) != now_is.get(key)}
     new = replace(
         old,
         view=view,
@@ -55,8 +61,28 @@ def advance(
         now=now,
         layouts={**old.layouts, **{d: LayoutIndex(layout) for d, layout in layouts.items()}},
     )
-    untouched = {key: facts for key, facts in old.steps.items() if key not in touched}
-    return replace(new, steps={**untouched, **_assess(new, touched)})
+    if new.layouts.keys() > old.layouts.keys():
+        touched |= {key for key, facts in old.steps.items() if facts.damaged}
+    return _assessed(new, touched)
+
+
+def spoil(old: Catalogue, segment: str) -> Catalogue:
+    """The catalogue once it is known that not all of `segment` can be read."""
+    new = replace(old, spoiled=old.spoiled | {segment})
+    attempts = ((a, known) for a in new.expected for known in new.view.attempts.get(a, {}))
+    touched = {
+        (entry.mode, entry.mode_step)
+        for attempt, rank in attempts
+        if f"/{worker_name(rank)}/{attempt:06d}-" in segment
+        for entry in new.view.entries(attempt, rank)
+        if entry.segment == segment
+    }
+    return _assessed(new, touched)
+
+
+def _assessed(catalogue: Catalogue, touched: set[StepKey]) -> Catalogue:
+    steps = {key: facts for key, facts in catalogue.steps.items() if key not in touched}
+    return replace(catalogue, steps={**steps, **_assess(catalogue, touched)})
 
 
 def touched_steps(delta: View) -> Iterator[tuple[int, StepKey]]:
@@ -104,5 +130,13 @@ def _assess(catalogue: Catalogue, touched: set[StepKey]) -> dict[StepKey, StepFa
     chosen: dict[StepKey, StepFacts] = {}
     for attempt in sorted(catalogue.expected, reverse=True):
         rest = touched - chosen.keys()
-        chosen |= all_step_facts(catalogue.view, attempt, catalogue.expected[attempt], rest)
-    return {key: facts for key, facts in chosen.items() if catalogue.in_range(facts.step)}
+        expected = catalogue.expected[attempt]
+        found = all_step_facts(catalogue.view, attempt, expected, rest)
+        if catalogue.attempt is None:
+            found = without_doubt(catalogue.view, attempt, expected, found)
+        chosen |= found
+    return {
+        key: facts.without(Members(spans_of(catalogue.damaged(facts))))
+        for key, facts in chosen.items()
+        if catalogue.in_range(facts.step)
+    }

@@ -13,8 +13,8 @@ from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
-from smdist.coordination.blocks import Blocks
-from smdist.coordination.membership import (
+from smdist.coordination.columnar.blocks import Blocks
+from smdist.coordination.view.membership import (
     PATIENCE,
     MissingReason,
     Patience,
@@ -24,11 +24,13 @@ from smdist.coordination.membership import (
     missing_ranks,
     rank_reports,
 )
-from smdist.coordination.merge import StepKey, View
+from smdist.coordination.view.run_view import StepKey, View
 from smdist.errors import StepNotYetAvailable, StepUnavailable
+from smdist.format.block import identity
+from smdist.format.intervals import Members
+from smdist.format.layout import Layout, TensorEntry
+from smdist.format.manifest import StepEntry
 from smdist.identity import ModeKeys
-from smdist.layout import Layout, TensorEntry
-from smdist.manifest import StepEntry
 
 __all__ = ["Catalogue", "Found", "LayoutIndex", "StepState"]
 
@@ -54,9 +56,13 @@ class LayoutIndex:
 
 
 class Found(NamedTuple):
-    """Where a tensor of a step of a rank lies: `position` in `layout`, in the block of `entry`."""
+    """Where a tensor of a step of a rank lies: `position` in `layout`, in the block of `entry`.
+
+    `session` has written it, and no other.
+    """
 
     rank: int
+    session: str
     entry: StepEntry
     layout: Layout
     position: int
@@ -65,12 +71,17 @@ class Found(NamedTuple):
     def tensor(self) -> TensorEntry:
         return self.layout.tensors[self.position]
 
+    @property
+    def identity(self) -> int:
+        return identity(self.session, self.entry)
+
 
 @dataclass(frozen=True)
 class Catalogue:
     """`attempt` None: of each step the newest attempt; `steps` holds that choice.
 
-    `since`: when the run was begun; one whose first rank died at once is not waited for.
+    `since`: when the run was begun; one whose first rank died at once is not waited for. `spoiled`
+    are segments of which something could not be read.
     """
 
     attempt: int | None = None
@@ -78,10 +89,11 @@ class Catalogue:
     patience: Patience = PATIENCE
     view: View = field(default_factory=View)
     layouts: Mapping[str, LayoutIndex] = field(default_factory=dict)
-    expected: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    expected: Mapping[int, Members] = field(default_factory=dict)
     steps: Mapping[StepKey, StepFacts] = field(default_factory=dict)
     now: float = 0.0
     since: float = 0.0
+    spoiled: frozenset[str] = frozenset()
 
     # -- steps -------------------------------------------------------------------------------
 
@@ -162,18 +174,26 @@ class Catalogue:
 
     def may_still_write(self, facts: StepFacts, rank: int) -> bool:
         """Whether more of that step may come from `rank`."""
-        return rank in facts.absent and rank in self._pending(facts)
+        return rank in facts.absent and self._awaited(facts, rank)
 
     def settled(self, facts: StepFacts) -> bool:
-        return facts.complete or not self._pending(facts)
+        pending = self._pending.get(facts.attempt, ())
+        return facts.complete or not any(
+            rank in facts.absent and self._awaited(facts, rank) for rank in pending
+        )
 
-    def _pending(self, facts: StepFacts) -> set[int]:
+    def _awaited(self, facts: StepFacts, rank: int) -> bool:
         reports = self.reports(facts.attempt)
+        (reason,) = missing_ranks(self.view, facts, reports, (rank,)).values()
+        waited_for = (MissingReason.LAGGING, MissingReason.NEVER_STARTED)
+        return reports[rank].pending and reason in waited_for
+
+    @cached_property
+    def _pending(self) -> dict[int, list[int]]:
+        """By attempt, the ranks that may still write."""
         return {
-            rank
-            for rank, reason in self.missing(facts).items()
-            if reports[rank].pending
-            and reason in (MissingReason.LAGGING, MissingReason.NEVER_STARTED)
+            attempt: [rank for rank, report in reports.items() if report.pending]
+            for attempt, reports in self._reports.items()
         }
 
     def state(self, number: int, mode: ModeKeys) -> StepState:
@@ -234,6 +254,17 @@ class Catalogue:
             named = [entry.layout for entry in blocks if entry.layout]
         return next((digest for digest in named if digest not in self.layouts), "")
 
+    def damaged(self, facts: StepFacts) -> set[int]:
+        """Ranks of which a layout or a segment of that step could not be read."""
+        if not self.spoiled and facts.layouts <= self.layouts.keys():
+            return set()
+        return {
+            rank
+            for rank, blocks in self.view.step(facts.attempt, facts.key).items()
+            for entry in blocks
+            if entry.segment in self.spoiled or (entry.layout and entry.layout not in self.layouts)
+        }
+
     def has(self, facts: StepFacts, name: str) -> bool:
         return any(name in self._positions(digest) for digest in facts.layouts)
 
@@ -241,15 +272,17 @@ class Catalogue:
         """The tensor as `rank` wrote it in that step; the newest, if it wrote it several times."""
         if not self.has(facts, name):
             return None
-        return self._find(name, rank, self.view.blocks(facts.attempt, rank, facts.key))
+        blocks = self.view.blocks(facts.attempt, rank, facts.key)
+        return self._find(name, facts.attempt, rank, blocks)
 
-    def _find(self, name: str, rank: int, blocks: Blocks) -> Found | None:
+    def _find(self, name: str, attempt: int, rank: int, blocks: Blocks) -> Found | None:
         for entry in reversed(blocks):
             if not entry.layout:
                 continue
             position = self._positions(entry.layout).get(name)
             if position is not None:
-                return Found(rank, entry, self.layouts[entry.layout].layout, position)
+                session = self.view.session(attempt, rank)
+                return Found(rank, session, entry, self.layouts[entry.layout].layout, position)
         return None
 
     def holders(self, facts: StepFacts, name: str) -> Iterator[Found]:
@@ -263,7 +296,7 @@ class Catalogue:
             blocks = sorted(self.view.step(facts.attempt, facts.key).items())
             for name in names:
                 for rank, of_rank in blocks:
-                    found = self._find(name, rank, of_rank)
+                    found = self._find(name, facts.attempt, rank, of_rank)
                     if found is not None:
                         yield found
 
@@ -277,4 +310,4 @@ class Catalogue:
 
 
 def _precedence(facts: StepFacts) -> tuple[int, int, StepKey]:
-    return (-facts.attempt, min(facts.ranks, default=1 << 62), facts.key)
+    return (-facts.attempt, next(iter(facts.ranks), 1 << 62), facts.key)

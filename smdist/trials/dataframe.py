@@ -11,7 +11,7 @@ from smdist.trials.reductions import reduce_all, reduction_name
 
 if TYPE_CHECKING:
     from smdist.trials.catalogue import Found
-    from smdist.trials.reader import Reader
+    from smdist.trials.segment_reader import Reader
 
 __all__ = ["REDUCTIONS", "Selected", "to_dataframe"]
 

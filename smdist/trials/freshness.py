@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from smdist.coordination.commit import Lease
-from smdist.coordination.head import Pointer
+from smdist.coordination.service.leadership import Lease
+from smdist.coordination.snapshot.head import Pointer
 
 __all__ = ["Care", "Sighting", "Trust", "least_age_s", "most_age_s", "trust"]
 

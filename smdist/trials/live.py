@@ -19,30 +19,42 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from typing import TypeVar
 
-from smdist.collection import Collection
-from smdist.coordination.membership import StepFacts
-from smdist.coordination.merge import StepKey, View
+from smdist.config.collection import Collection
+from smdist.coordination.view.membership import StepFacts, check_absent
+from smdist.coordination.view.orphans import manifest_owner
+from smdist.coordination.view.run_view import StepKey, View
+from smdist.coordination.view.vetting import doubt
 from smdist.errors import (
     ConfigurationError,
     CorruptObject,
     NoMoreData,
     StepNotYetAvailable,
     StepUnavailable,
+    StoreError,
     WaitTimeout,
 )
-from smdist.identity import ModeKeys
-from smdist.manifest import CollectionInfo, Run, layout_key
-from smdist.storage import is_remote, sync
-from smdist.storage.base import Store
-from smdist.trials.advance import advance, touched_steps
+from smdist.format.manifest import (
+    RUN_KEY,
+    CollectionInfo,
+    Run,
+    layout_key,
+    manifest_key,
+    session_key,
+)
+from smdist.identity import ModeKeys, worker_name
+from smdist.storage import is_remote
+from smdist.storage import loop_thread as sync
+from smdist.storage.store import Store
+from smdist.trials.advance import advance, spoil, touched_steps
 from smdist.trials.arguments import plain_arguments
 from smdist.trials.catalogue import Catalogue, StepState
-from smdist.trials.loader import Loader, owner_of
-from smdist.trials.reader import GAP, REMOTE_GAP, Reader
-from smdist.trials.snapshots import Snapshots
-from smdist.trials.trust import Care
+from smdist.trials.freshness import Care
+from smdist.trials.run_loader import Loader
+from smdist.trials.segment_reader import GAP, REMOTE_GAP, Reader
+from smdist.trials.snapshot_cache import Snapshots
 
 __all__ = ["Follower", "no_refresh"]
 
@@ -51,6 +63,7 @@ T = TypeVar("T")
 
 POLL_FIRST_S = 0.1
 POLL_MOST_S = 2.0
+_MOST_TOLD = 1000  # manifests of a rank that are missing, each by its name
 
 
 @plain_arguments
@@ -60,7 +73,9 @@ class Follower:
     def __init__(self, store: Store, catalogue: Catalogue) -> None:
         self.dynamic_refresh = True
         gap = REMOTE_GAP if is_remote(store.url) else GAP
-        self.reader = Reader(store, sync.run, gap=gap, session=self._session_of)
+        self.reader = Reader(
+            store, sync.run, gap=gap, session=self._session_of, damaged=self._spoiled
+        )
         self._store = store
         self._snapshots = Snapshots(store, sync.run)
         self._loader = Loader(store, self._snapshots)
@@ -82,6 +97,8 @@ class Follower:
     def _refresh(self, care: Care) -> None:
         with self._refreshing:
             news = sync.run(self._loader.poll(care))
+            for key in news.mended:
+                self._unreadable.pop(key, None)
             self._unreadable.update(news.troubles)
             self.reader.keep(news.attached)
             if news.collections is not None:
@@ -89,15 +106,41 @@ class Follower:
                 self._described = {info.name: _collection(info) for info in described}
             base = self.catalogue.view if news.base is None else news.base
             self._warm(base, touched_steps(news.facts))
-            self.catalogue = advance(
+            catalogue = advance(
                 self.catalogue, news.facts, news.layouts, time.time(), base=news.base
             )
+            check_absent(self._store.url, catalogue.view)
+            self.catalogue = catalogue
             self._loader.told()
 
+    def _spoiled(self, error: StoreError) -> None:
+        """A segment is missing or damaged: what it has is not complete any more."""
+        with self._refreshing:
+            self._unreadable[error.key] = f"{error.key} cannot be read: {error}"
+            self.catalogue = spoil(self.catalogue, error.key)
+
+    def troubles_of_objects(self) -> dict[str, str]:
+        """By key: what could not be read, for good or until now."""
+        absent: dict[str, str] = {}
+        for attempt, rank, known in self.catalogue.view.ranks():
+            for seq in islice(known.lacking, _MOST_TOLD):
+                key = manifest_key(worker_name(rank), attempt, seq)
+                absent[key] = f"{key} is missing, or could not be read"
+            if len(known.lacking) > _MOST_TOLD:
+                absent[key] += f"; so are {len(known.lacking) - _MOST_TOLD} after it"
+        for attempt, rank, known in self.catalogue.view.ranks():
+            key = session_key(worker_name(rank), attempt)
+            if known.session is not None and not known.session.attested:
+                absent[key] = f"{key} is missing, damaged, or not of the run that {RUN_KEY} tells"
+            elif known.session is not None and (why := doubt(known.session, self.run.run_id)):
+                absent[key] = f"{key} is doubtful: {why}"
+        # What a query has found since the last refresh is with who looked for it.
+        found = (self._snapshots.troubles, self.reader.troubles, self._loader.troubles)
+        return {**absent, **self._unreadable, **{k: v for some in found for k, v in some.items()}}
+
     def _session_of(self, manifest: str) -> str:
-        owner = owner_of(manifest)
-        known = self.catalogue.view.rank(*owner) if owner is not None else None
-        return known.session.session if known is not None and known.session is not None else ""
+        owner = manifest_owner(manifest)
+        return self.catalogue.view.session(*owner) if owner is not None else ""
 
     def prepare(self, catalogue: Catalogue, facts: Iterable[StepFacts]) -> None:
         """Fetch together what finding tensors of these steps needs, rather than one by one."""

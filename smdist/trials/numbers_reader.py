@@ -10,12 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-import msgspec
-
-from smdist.coordination.rolling import LENGTHS
 from smdist.errors import CorruptObject, ObjectNotFound
-from smdist.manifest import RankManifest, RankSpan, manifest_key, span_key, summary_key
-from smdist.storage.base import Store
+from smdist.format.manifest import RankManifest, RankSpan, manifest_key, span_key, summary_key
+from smdist.format.manifest_spans import LENGTHS
+from smdist.format.stored_json import decode, read
+from smdist.storage.store import Store
 
 __all__ = ["Numbers", "SessionOf", "span_of", "summary_of"]
 
@@ -48,13 +47,16 @@ def _key(manifest: RankManifest) -> str:
 class Numbers:
     """On the event loop that owns the store."""
 
-    def __init__(self, store: Store, session: SessionOf = lambda _: "") -> None:
-        self._store, self._session = store, session
+    def __init__(
+        self, store: Store, troubles: dict[str, str], session: SessionOf = lambda _: ""
+    ) -> None:
+        """`troubles` is told of summaries and spans that are damaged."""
+        self._store, self._troubles, self._session = store, troubles, session
         self._of_no_use: set[str] = set()
 
     def attached(self, key: str, data: bytes) -> bytes:
         """What the manifest at `key` carried. Its place may be that of another run by now."""
-        manifest = msgspec.json.decode(data, type=RankManifest)
+        manifest = decode(data, RankManifest, key, self._store.url)
         if self._session(key) not in ("", manifest.session):
             detail = "another run was begun in this place after the trial was opened"
             raise CorruptObject(self._store.url, key, "read", detail)
@@ -65,9 +67,11 @@ class Numbers:
         if key in self._of_no_use:
             return {}
         try:
-            data = await self._store.get(key)
-            manifests = msgspec.json.decode(data, type=RankSpan).manifests  # either
-        except (ObjectNotFound, msgspec.DecodeError):
+            manifests = (await read(self._store, key, RankSpan)).manifests  # either
+        except ObjectNotFound:
+            manifests = ()
+        except CorruptObject as error:
+            self._troubles[key] = f"{key} was passed over: {error}"
             manifests = ()
         if any(self._session(_key(one)) not in ("", one.session) for one in manifests[:1]):
             manifests = ()

@@ -6,15 +6,16 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from smdist.coordination.membership import Patience
+from smdist.coordination.view.membership import Patience
 from smdist.errors import ConfigurationError, NoSuchRun, TrialError
-from smdist.storage import is_remote, open_store, sync
+from smdist.storage import is_remote, open_store
+from smdist.storage import loop_thread as sync
 from smdist.trials.catalogue import Catalogue
-from smdist.trials.reader import AT_ONCE
+from smdist.trials.segment_reader import AT_ONCE
 from smdist.trials.trial import Trial
 
 if TYPE_CHECKING:
-    from smdist.storage.base import Store
+    from smdist.storage.store import Store
 
 __all__ = ["LocalTrial", "S3Trial", "create_trial"]
 

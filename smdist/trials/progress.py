@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from smdist.coordination.merge import RankView
+from smdist.coordination.view.run_view import RankView
+from smdist.format.intervals import Members, Spans, joined, spans_of, without
+from smdist.format.manifest import Session
 
 __all__ = ["Progress", "progress_of"]
 
@@ -17,30 +19,43 @@ class Progress:
     beyond: set[int] = field(default_factory=set)
     final: bool = False
     session: str = ""  # whose they are, once that was read
+    suspect: Session | None = None  # it may be theirs
+    merged: Spans = ()  # behind `upto` and a gap: those that a snapshot holds
+
+    @property
+    def gaps(self) -> bool:
+        return bool(self.beyond or self.merged)
 
     @property
     def ended(self) -> bool:
-        return self.final and not self.beyond
+        return self.final and not self.gaps
 
     @property
     def next(self) -> int:
         """Behind all that was read."""
-        return max(self.beyond, default=self.upto - 1) + 1
+        last = self.merged[-1][1] if self.merged else self.upto
+        return max(max(self.beyond, default=-1) + 1, last)
 
     def lacks(self, seq: int) -> bool:
-        return seq >= self.upto and seq not in self.beyond
+        return seq >= self.upto and seq not in self.beyond and seq not in Members(self.merged)
+
+    def lacked(self, spans: Spans) -> Spans:
+        """Of those from `upto` on, what was not read."""
+        return without(spans, joined((*self.merged, *spans_of(self.beyond))))
 
     def saw(self, seq: int) -> None:
         self.beyond.add(seq)
-        while self.upto in self.beyond:
-            self.beyond.remove(self.upto)
-            self.upto += 1
+        while self.upto in self.beyond or (self.merged and self.merged[0][0] <= self.upto):
+            if self.upto in self.beyond:
+                self.beyond.remove(self.upto)
+                self.upto += 1
+            else:
+                self.upto, self.merged = max(self.upto, self.merged[0][1]), self.merged[1:]
 
 
 def progress_of(known: RankView) -> Progress:
-    seen = known.seen
-    upto = seen[0][1] if seen and seen[0][0] == 0 else 0
-    beyond = {seq for start, stop in seen if start >= upto for seq in range(start, stop)}
+    whole = known.seen[:1] if known.seen and known.seen[0][0] == 0 else ()
+    upto = whole[0][1] if whole else 0
     final = known.head is not None and known.head.state == "ended"
     session = known.session.session if known.session is not None else ""
-    return Progress(upto, beyond, final, session)
+    return Progress(upto, set(), final, session, None, known.seen[len(whole) :])

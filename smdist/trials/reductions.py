@@ -1,6 +1,6 @@
 """Reductions of stored tensors: from their saved statistics, else from their raw values.
 
-Both ways go through `smdist.statistics`, so they give the same number.
+Both ways go through `smdist.kernel.tensor_stats`, so they give the same number.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from smdist.reduction import canonical_reduction
-from smdist.statistics import (
+from smdist.config.reduction_config import canonical_reduction
+from smdist.kernel.tensor_stats import (
     COLUMNS,
     REDUCTIONS,
     columns_for,
@@ -20,7 +20,7 @@ from smdist.statistics import (
     merge_rows,
 )
 from smdist.trials.catalogue import Found
-from smdist.trials.reader import Array, Reader, Row
+from smdist.trials.segment_reader import Array, Reader, Row
 
 __all__ = ["merged", "reduce_all", "reduction_name", "saved_reductions"]
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from smdist.coordination.membership import RankReport, RankStatus
-from smdist.coordination.spans import spans_of
-from smdist.identity import ModeKeys, worker_name
+from smdist.coordination.view.membership import RankReport, RankStatus
+from smdist.format.intervals import spans_of
+from smdist.identity import ModeKeys, printable, worker_name
 from smdist.trials.catalogue import Catalogue
 
 __all__ = ["AttemptInfo", "DroppedTensors", "attempt_info", "describe", "dropped"]
 
 
 _MOST_LINES = 16
+_MOST_TROUBLES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ def attempt_info(catalogue: Catalogue, attempt: int) -> AttemptInfo:
     known = catalogue.view.attempts[attempt]
     return AttemptInfo(
         number=attempt,
-        expected=catalogue.expected[attempt],
+        expected=tuple(catalogue.expected[attempt]),
         world_size=max((w.world_size for rank in known.values() for w in rank.worlds), default=0),
         started=min((r.session.started for r in known.values() if r.session), default=0.0),
         steps=len(catalogue.view.keys(attempt)),
@@ -79,7 +80,9 @@ def dropped(catalogue: Catalogue) -> list[DroppedTensors]:
     return found
 
 
-def describe(name: str, path: str, catalogue: Catalogue) -> str:
+def describe(
+    name: str, path: str, catalogue: Catalogue, troubles: Mapping[str, Sequence[str]]
+) -> str:
     steps = catalogue.by_number
     complete = sum(facts.complete for facts in steps.values())
     extent = f", {min(steps)} to {max(steps)}" if steps else ""
@@ -98,30 +101,44 @@ def describe(name: str, path: str, catalogue: Catalogue) -> str:
     lost = dropped(catalogue)
     if lost:
         lines.append(f"dropped: {sum(len(d.names) for d in lost)} tensors in {len(lost)} places")
-    return "\n".join(lines)
+    told = [
+        f"{worker}: {text}" if worker else text for worker in troubles for text in troubles[worker]
+    ]
+    if told:
+        lines += [f"troubles: {len(told)}", *(f"  {text}" for text in told[:_MOST_TROUBLES])]
+    if len(told) > _MOST_TROUBLES:
+        lines.append(f"  and {len(told) - _MOST_TROUBLES} more: trial.troubles()")
+    return "\n".join(map(printable, lines))
 
 
 def _absentees(reports: Mapping[int, RankReport]) -> list[str]:
     """Who is not there, and where each was last seen."""
-    lines = []
+    lines, ranks = [], []
     for report in reports.values():
         if report.status is RankStatus.LOST:
             where = f"after step {report.step}" if report.step >= 0 else "before its first step"
             why = f": {report.reason}" if report.reason else ""
             lines.append(f"  {worker_name(report.rank)} was lost {where}{why}")
+            ranks.append(report.rank)
         elif report.status is RankStatus.LAGGING:
             lines.append(
                 f"  {worker_name(report.rank)} lags: at step {report.step}, "
                 f"{report.behind_s:.0f} s behind"
             )
+            ranks.append(report.rank)
     if len(lines) > _MOST_LINES:
-        lines[_MOST_LINES:] = [f"  and {len(lines) - _MOST_LINES} more"]
+        rest = ranks[_MOST_LINES:]
+        lines[_MOST_LINES:] = [f"  and {len(rest)} more: {_grouped(rest)}"]
     absent = [r.rank for r in reports.values() if r.status is RankStatus.NEVER_STARTED]
     if absent:
-        ranges = [
-            worker_name(start) + ("" if stop == start + 1 else f" to {worker_name(stop - 1)}")
-            for start, stop in spans_of(absent)
-        ]
-        more = f" and {len(ranges) - _MOST_LINES} more" if len(ranges) > _MOST_LINES else ""
-        lines.append(f"  never started: {', '.join(ranges[:_MOST_LINES])}{more}")
+        lines.append(f"  never started: {_grouped(absent)}")
     return lines
+
+
+def _grouped(ranks: Sequence[int]) -> str:
+    ranges = [
+        worker_name(start) + ("" if stop == start + 1 else f" to {worker_name(stop - 1)}")
+        for start, stop in spans_of(ranks)
+    ]
+    more = f" and {len(ranges) - _MOST_LINES} more" if len(ranges) > _MOST_LINES else ""
+    return ", ".join(ranges[:_MOST_LINES]) + more

@@ -6,23 +6,23 @@ Slow, as every manifest of the ranks concerned is read, but each of them once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-import msgspec
-
-from smdist.coordination.blocks import Blocks
-from smdist.coordination.building import empty, extended
-from smdist.coordination.columns import Columns, fits
-from smdist.coordination.drop_log import Content, Drop, DropBatch
-from smdist.coordination.loading import together
-from smdist.coordination.merge import View, add
-from smdist.coordination.sealed import Chunk
-from smdist.coordination.spans import members
-from smdist.errors import ObjectNotFound
+from smdist.coordination.columnar.blocks import Blocks
+from smdist.coordination.columnar.building import empty, extended
+from smdist.coordination.columnar.chunks import Chunk
+from smdist.coordination.columnar.columns import Columns
+from smdist.coordination.columnar.drop_log import Content, Drop, DropBatch
+from smdist.coordination.snapshot.load import together
+from smdist.coordination.view.run_view import View, add
+from smdist.coordination.view.vetting import of_session
+from smdist.errors import CorruptObject, ObjectNotFound
+from smdist.format.inline_segment import settle
+from smdist.format.intervals import Members, joined
+from smdist.format.manifest import RankManifest
+from smdist.format.stored_json import read
 from smdist.identity import worker_name
-from smdist.manifest import RankManifest
-from smdist.pipeline.attached import settle
-from smdist.storage.base import Store
+from smdist.storage.store import Store
 
 __all__ = ["Rereading"]
 
@@ -30,22 +30,31 @@ __all__ = ["Rereading"]
 class Rereading:
     """On the event loop that owns the store."""
 
-    def __init__(self, store: Store, concurrency: int = 16) -> None:
+    def __init__(
+        self,
+        store: Store,
+        session: Callable[[int, int], str],
+        troubles: dict[str, str],
+        concurrency: int = 16,
+    ) -> None:
+        """`session` of an attempt and a rank; `troubles` is told of manifests that are damaged."""
         self._store, self._concurrency = store, concurrency
+        self._session, self._troubles = session, troubles
         self._view = View()
         self._read: set[str] = set()
         self._lock = asyncio.Lock()
 
     async def columns(self, chunk: Chunk) -> Columns:
         """Those of a chunk, as far as there are manifests."""
-        wanted = {step: members(row.ranks) for step, row in chunk.rows.items()}
-        await self._load(chunk.attempt, set().union(*wanted.values()))
+        wanted = {step: Members(row.ranks) for step, row in chunk.rows.items()}
+        spans = {span for ranks in wanted.values() for span in ranks.spans}
+        await self._load(chunk.attempt, Members(joined(spans)))
         news: dict[int, dict[int, Blocks]] = {}
         for mode_step, ranks in wanted.items():
             key = (chunk.ref.mode, mode_step)
             for rank in ranks:
                 known = self._view.rank(chunk.attempt, rank)
-                blocks = () if known is None else tuple(filter(fits, known.steps.get(key, ())))
+                blocks = () if known is None else known.steps.get(key, ())
                 if blocks:
                     news.setdefault(mode_step, {})[rank] = blocks
         return extended(empty(chunk.attempt, chunk.ref.mode), news)
@@ -56,7 +65,7 @@ class Rereading:
             (key, rank)
             for run in batch.ref.runs
             for key, _ in run.steps()
-            for rank in members(run.ranks)
+            for rank in Members(run.ranks)
         ]
         await self._load(attempt, {rank for _, rank in wanted})
         found: dict[int, set[Drop]] = {}
@@ -75,8 +84,11 @@ class Rereading:
 
     async def _manifest(self, key: str) -> None:
         try:
-            manifest = msgspec.json.decode(await self._store.get(key), type=RankManifest)
-        except (ObjectNotFound, msgspec.DecodeError):
+            manifest = await read(self._store, key, RankManifest)
+            session = self._session(manifest.attempt, manifest.rank)
+            of_session(manifest, session, key, self._store.url)
+        except (ObjectNotFound, CorruptObject) as error:
+            self._troubles[key] = f"{key} was passed over: {error}"
             return
         add(self._view, settle(key, manifest).manifest)
         self._read.add(key)

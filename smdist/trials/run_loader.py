@@ -4,7 +4,7 @@ Runs on the event loop that owns the store; one `poll` at a time. What is immuta
 sessions and manifests by their keys (a rank's manifests are listed after the last one read),
 layouts by digest. A rank whose last manifest says "ended" is not asked again. A rank that has ended
 before we came has left a summary: one request instead of its session and all its manifests. Of one
-that runs, what has piled up is read by spans (`smdist.coordination.rolling`).
+that runs, what has piled up is read by spans (`smdist.format.manifest_spans`).
 
 Where a coordinator has merged the run, its newest snapshot is read instead, and that is all while
 the coordinator is at work (`trust` says how that is seen). Once it has said its last word, sessions are listed, in case the job was
@@ -17,21 +17,31 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Literal, NamedTuple, TypeVar
 
-import msgspec
-
-from smdist.coordination.backlog import Stretch
-from smdist.coordination.loading import together
-from smdist.coordination.merge import View, add
-from smdist.coordination.rolling import cover
-from smdist.errors import NoSuchRun, ObjectNotFound, RunReplaced, StoreForbidden, TrialError
-from smdist.identity import worker_name, worker_rank
-from smdist.layout import Layout
-from smdist.manifest import (
+from smdist.coordination.snapshot.load import together
+from smdist.coordination.view.membership import expected_ranks
+from smdist.coordination.view.orphans import Owner, find_orphans, manifest_owner
+from smdist.coordination.view.run_view import Unread, View, add
+from smdist.coordination.view.span_reader import Stretch
+from smdist.coordination.view.vetting import attested, check_owner, doubt, of_session, whole_summary
+from smdist.errors import (
+    CorruptObject,
+    NoSuchRun,
+    ObjectNotFound,
+    RunReplaced,
+    SmdistError,
+    StoreForbidden,
+    TrialError,
+)
+from smdist.format.inline_segment import settle
+from smdist.format.intervals import Members, spans_of, without
+from smdist.format.layout import Layout
+from smdist.format.manifest import (
     FORMAT,
     RUN_KEY,
     Collections,
@@ -48,13 +58,15 @@ from smdist.manifest import (
     manifest_key,
     session_key,
 )
-from smdist.pipeline.attached import settle
-from smdist.storage.base import Store
+from smdist.format.manifest_spans import cover
+from smdist.format.stored_json import read
+from smdist.identity import worker_name, worker_rank
+from smdist.storage.store import Store
+from smdist.trials.freshness import Care, most_age_s
 from smdist.trials.progress import Progress, progress_of
-from smdist.trials.snapshots import Snapshot, Snapshots
-from smdist.trials.trust import Care, most_age_s
+from smdist.trials.snapshot_cache import Snapshot, Snapshots
 
-__all__ = ["Loader", "News", "owner_of"]
+__all__ = ["Loader", "News"]
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -63,6 +75,7 @@ _SESSION = re.compile(r"sessions/worker_(\d+)/(\d+)\.json")
 _SUMMARY = re.compile(r"summaries/worker_(\d+)/(\d+)\.json")
 _MANIFEST = re.compile(r"manifests/worker_(\d+)/(\d+)-(\d+)\.json")
 
+_MOST_ABSENT = 16  # manifests of a rank that are missing and asked for at once
 _PAGE = 1000  # keys that a listing of a bucket gives at once
 _JUST_NOW_S = 1.0  # no coordinator and no rank is expected to be faster
 _CHECK_S = 5.0  # between two looks whether it is still the same run, if nothing new was read
@@ -70,14 +83,12 @@ _CHECK_S = 5.0  # between two looks whether it is still the same run, if nothing
 Depth = Literal["", "manifests", "all"]
 """What the ranks are asked for; heartbeats and collections too, or not."""
 
-Owner = tuple[int, int]
-"""Attempt and rank."""
-
 
 @dataclass
 class News:
     """What one poll found. `base` is a snapshot to go on from. `attached` are segments that came in
-    a manifest, by its key; `troubles` are objects that could not be read and were passed over."""
+    a manifest, by its key; `troubles` are objects that could not be read and were passed over, `mended` are
+    such that now can be."""
 
     base: View | None = None
     facts: View = field(default_factory=View)
@@ -85,6 +96,10 @@ class News:
     collections: Collections | None = None
     attached: dict[str, bytes] = field(default_factory=dict)
     troubles: dict[str, str] = field(default_factory=dict)
+    mended: set[str] = field(default_factory=set)
+
+    def passed_over(self, key: str, error: SmdistError) -> None:
+        self.troubles[key] = f"{key} was passed over: {error}"
 
 
 class _Fresh(NamedTuple):
@@ -92,12 +107,7 @@ class _Fresh(NamedTuple):
     progress: Progress
     seq: int
     key: str
-
-
-def owner_of(key: str) -> Owner | None:
-    """Whose manifest it is."""
-    match = _MANIFEST.fullmatch(key)
-    return (int(match[2]), int(match[1])) if match else None
+    listed: bool
 
 
 class Loader:
@@ -119,17 +129,18 @@ class Loader:
         self._ahead = False  # they knew more than the snapshot
         self._checked_at, self._unchecked = time.monotonic(), False
         self.replaced: RunReplaced | None = None
+        self._looked = False  # for ranks without a session
+        self._unread: set[str] = set()  # manifests
+        self.troubles: dict[str, str] = {}  # besides those of polls
 
     async def run(self) -> Run:
         """The run's head; NoSuchRun when there is none yet."""
         try:
-            data = await self._store.get(RUN_KEY)
+            run = await read(self._store, RUN_KEY, Run)
         except ObjectNotFound:
-            raise NoSuchRun(self._store.url) from None
-        try:
-            run = msgspec.json.decode(data, type=Run)
-        except msgspec.DecodeError as error:
-            raise TrialError(f"{self._store.url}: run.json is not a run's: {error}") from error
+            if not await self._store.list("sessions/"):
+                raise NoSuchRun(self._store.url) from None
+            run = await read(self._store, RUN_KEY, Run)  # it came between, or was removed
         if run.format > FORMAT:
             raise TrialError(
                 f"{self._store.url} was written in format {run.format}; this smdist reads up to "
@@ -181,7 +192,7 @@ class Loader:
         if before is None or newest.view is not before.view:
             self._resume(newest, news)
         if newest.pointer.final:
-            return "all" if care != "opening" or await self._is_more() else ""
+            return "all" if care != "opening" or await self._is_more(news) else ""
         trust = await self._snapshots.trust(newest)
         if trust == "gone" or care == "sure" or (trust == "held" and self._ahead):
             return "all"
@@ -201,8 +212,8 @@ class Loader:
         if not self._run_id or not (due or self._unchecked):
             return True
         try:
-            found = msgspec.json.decode(await self._store.get(RUN_KEY), type=Run).run_id
-        except (ObjectNotFound, msgspec.DecodeError) as error:
+            found = (await read(self._store, RUN_KEY, Run)).run_id
+        except (ObjectNotFound, CorruptObject) as error:
             news.troubles[RUN_KEY] = f"{RUN_KEY} of run {self._run_id} cannot be read: {error}"
             return True
         self._checked_at, self._unchecked = time.monotonic(), False
@@ -210,9 +221,9 @@ class Loader:
             self.replaced = RunReplaced(self._store.url, self._run_id, found)
         return self.replaced is None
 
-    async def _is_more(self) -> bool:
+    async def _is_more(self, news: News) -> bool:
         """Whether there is something that a snapshot said to be the last one does not know."""
-        if any(key not in self._sessions for key in await self._list_sessions()):
+        if any(key not in self._sessions for key in (await self._list_sessions(news)).values()):
             return True
         rest = [owner for owner, progress in self._progress.items() if not progress.ended]
         if len(rest) > self._pages:
@@ -244,7 +255,7 @@ class Loader:
             self._layouts.add(digest)
         for attempt, rank, known in snapshot.view.ranks():
             theirs, ours = progress_of(known), self._progress.get((attempt, rank))
-            if ours is None or (ours.upto <= theirs.upto and not ours.beyond):
+            if ours is None or (ours.upto <= theirs.upto and not ours.gaps):
                 self._progress[attempt, rank] = theirs
             if known.session is not None:
                 self._sessions.add(session_key(worker_name(rank), attempt))
@@ -261,7 +272,7 @@ class Loader:
         known = len(self._sessions)
         await self._poll_sessions(news)
         live = [owner for owner, progress in self._progress.items() if not progress.ended]
-        fresh = await self._fresh(live, sparing=not hear)
+        fresh = await self._fresh(news, live, sparing=not hear)
         self._ahead = self._ahead or bool(fresh)
         if known and (fresh or len(self._sessions) > known):  # run.json was read before the first
             self._unchecked = True
@@ -274,72 +285,104 @@ class Loader:
 
     async def thinned(self) -> list[Thinned]:
         """In order of attempt and rank; ranks without a budget have none."""
-        news = News()
+        news = News(troubles=self.troubles)
         keys = await self._store.list("thinned/")
         read = await self._each(partial(self._decode, news, Thinned), keys)
         found = [one for one in read if one is not None]
         return sorted(found, key=lambda one: (one.attempt, worker_rank(one.worker)))
 
-    async def _list_sessions(self) -> list[str]:
-        return [key for key in await self._store.list("sessions/") if _SESSION.fullmatch(key)]
+    async def _list_sessions(self, news: News) -> dict[Owner, str]:
+        keys = await self._store.list("sessions/")
+        for key in self._sessions.difference(keys):
+            news.troubles[key] = f"{key} is gone; what it said is known from elsewhere"
+        return {(int(m[2]), int(m[1])): key for key in keys if (m := _SESSION.fullmatch(key))}
 
     async def _each(self, call: Callable[[A], Awaitable[T]], items: Sequence[A]) -> list[T]:
         return await together(call, items, self._concurrency)
 
     async def _decode(self, news: News, kind: type[T], key: str) -> T | None:
         try:
-            return msgspec.json.decode(await self._store.get(key), type=kind)
-        except (ObjectNotFound, msgspec.DecodeError) as error:
-            news.troubles[key] = f"{key} was passed over: {error}"
+            return await read(self._store, key, kind)
+        except (ObjectNotFound, CorruptObject) as error:
+            news.passed_over(key, error)
             return None
 
     async def _poll_sessions(self, news: News) -> None:
-        found = [(key, _SESSION.fullmatch(key)) for key in await self._list_sessions()]
-        fresh = {
-            (int(match[2]), int(match[1])): key
-            for key, match in found
-            if match and key not in self._sessions
-        }
-        if not fresh:
+        listed = await self._list_sessions(news)
+        fresh = {owner for owner, key in listed.items() if key not in self._sessions}
+        first = not self._looked and self._pinned is None
+        self._looked = True
+        if fresh or first:
+            keys = await self._store.list("summaries/")
+            found = {(int(m[2]), int(m[1])): key for key in keys if (m := _SUMMARY.fullmatch(key))}
+            fresh |= found.keys() - listed.keys() if first else set()
+            summarised = [(owner, key) for owner, key in found.items() if owner in fresh]
+            await self._each(partial(self._load_summary, news), summarised)
+        await self._each(partial(self._load_session, news, listed), sorted(fresh))
+        if first:
+            expected = (
+                (attempt, rank)
+                for attempt in sorted(news.facts.attempts)
+                for rank in expected_ranks(news.facts, attempt)
+            )
+            orphans = await find_orphans(self._store, {*listed, *self._progress}, expected)
+            await self._each(partial(self._load_session, news, listed), sorted(orphans))
+
+    async def _load_session(self, news: News, listed: Mapping[Owner, str], owner: Owner) -> None:
+        """That of a rank with a summary is needed no more, but should be there."""
+        attempt, rank = owner
+        key = session_key(worker_name(rank), attempt)
+        if owner in self._progress and owner in listed:
+            self._sessions.add(key)
             return
-        summarised = [
-            (owner, key)
-            for key in await self._store.list("summaries/")
-            if (match := _SUMMARY.fullmatch(key))
-            and (owner := (int(match[2]), int(match[1]))) in fresh
-        ]
-        await self._each(partial(self._load_summary, news), summarised)
-        rest = [key for owner, key in fresh.items() if owner not in self._progress]
-        read = await self._each(partial(self._decode, news, Session), rest)
-        for owner in fresh:
-            self._progress.setdefault(owner, Progress())
-        for session in read:
-            if session is not None:
+        progress = Progress()
+        try:
+            session = await read(self._store, key, Session)
+            check_owner(session, owner, key, self._store.url)
+        except (ObjectNotFound, CorruptObject) as error:
+            news.passed_over(key, error)
+        else:
+            if why := doubt(session, self._run_id):
+                news.troubles[key] = f"{key} is doubtful: {why}"
+                progress.suspect = session
+            else:
+                progress.session = session.session
                 add(news.facts, session)
-                if progress := self._progress.get((session.attempt, session.rank)):
-                    progress.session = session.session
-        self._sessions.update(fresh.values())
+        self._progress.setdefault(owner, progress)
+        if owner in listed:
+            self._sessions.add(key)
 
     async def _load_summary(self, news: News, found: tuple[Owner, str]) -> None:
         owner, key = found
         try:
-            summary = msgspec.json.decode(await self._store.get(key), type=RankSummary)
-        except (ObjectNotFound, msgspec.DecodeError):
-            return  # the manifests say the same
-        session = summary.session
-        if not summary.whole or (session.attempt, session.rank) != owner:
+            made = await read(self._store, key, RankSummary)
+            summary = whole_summary(made, self._run_id, key, self._store.url)
+        except ObjectNotFound:
             return
+        except CorruptObject as error:
+            news.passed_over(key, error)  # the manifests say the same
+            return
+        session = summary.session
         add(news.facts, session)
-        progress = self._progress[owner] = Progress(final=True)
+        progress = self._progress[owner] = Progress(final=True, session=session.session)
         for manifest in summary.manifests:
             key = manifest_key(manifest.worker, manifest.attempt, manifest.seq)
             self._take(news, key, manifest)
-            progress.saw(manifest.seq)
+            progress.saw(manifest.seq)  # a summary has them from the first to the last
 
-    async def _fresh(self, live: Sequence[Owner], *, sparing: bool) -> list[_Fresh]:
+    async def _fresh(self, news: News, live: Sequence[Owner], *, sparing: bool) -> list[_Fresh]:
         """Manifests that were not read yet."""
+        keys = await self._list_manifests(live, sparing=sparing)
+        some = {key.rpartition("-")[0]: key for key in keys}.values()  # one of each
+        owners = {owner for key in some if (owner := manifest_owner(key)) is not None}
+        # Of a rank that has just come, or whose session was removed.
+        strangers = sorted(owners.difference(self._progress))
+        await self._each(partial(self._load_session, news, {}), strangers)
+        return self._lacking(keys)
+
+    async def _list_manifests(self, live: Sequence[Owner], *, sparing: bool) -> list[str]:
         if sparing and len(live) > self._pages:
-            return self._lacking(await self._store.list("manifests/"))
+            return [*await self._store.list("manifests/")]
         new = [owner for owner in live if not self._progress[owner].upto]
         keys: list[str] = []
         if len(new) > 1 and 2 * len(new) > len(self._progress):
@@ -348,31 +391,47 @@ class Loader:
             live = [owner for owner in live if self._progress[owner].upto]
         for some in await self._each(self._list, live):
             keys += some
-        return self._lacking(keys)
+        return keys
 
     def _lacking(self, keys: Iterable[str]) -> list[_Fresh]:
-        found = []
+        found: dict[Owner, set[int]] = {}
         for key in keys:
             if match := _MANIFEST.fullmatch(key):
                 rank, attempt, seq = map(int, match.groups())
                 progress = self._progress.get((attempt, rank))
-                if progress is not None and not progress.ended and progress.lacks(seq):
-                    found.append(_Fresh((attempt, rank), progress, seq, key))
-        return found
+                if progress is not None and not progress.ended:
+                    found.setdefault((attempt, rank), set()).add(seq)
+        fresh = []
+        for owner, seqs in found.items():
+            progress, worker = self._progress[owner], worker_name(owner[1])
+            # What is not there though later ones are is asked for, too: it should be.
+            absent = without(((progress.upto, max(seqs)),), spans_of(seqs))
+            wanted = {*islice(Members(progress.lacked(absent)), _MOST_ABSENT)}
+            wanted.update(filter(progress.lacks, seqs))
+            fresh += [
+                _Fresh(owner, progress, seq, manifest_key(worker, owner[0], seq), seq in seqs)
+                for seq in sorted(wanted)
+            ]
+        return fresh
 
     async def _list(self, owner: Owner) -> Sequence[str]:
         attempt, rank = owner
         progress, worker = self._progress[owner], worker_name(rank)
         # A gap keeps the listing before it: a manifest that appears late is not overlooked.
         after = manifest_key(worker, attempt, progress.upto - 1) if progress.upto else ""
-        return await self._store.list(f"manifests/{worker}/{attempt:06d}-", after=after)
+        newest = attempt == max(a for a, r in self._progress if r == rank)
+        prefix = f"manifests/{worker}/"  # with attempts that we do not know of
+        if newest:
+            return await self._store.list(prefix, after=after or f"{prefix}{attempt:06d}")
+        return await self._store.list(f"{prefix}{attempt:06d}-", after=after)
 
     async def _load_manifests(self, news: News, fresh: Sequence[_Fresh]) -> None:
         """Those of which many follow each other by spans, where there are any; the rest one by one."""
         lacking = {(one.owner, one.seq): one for one in fresh}
         seqs: dict[Owner, list[int]] = {}
         for one in fresh:
-            seqs.setdefault(one.owner, []).append(one.seq)
+            if one.listed:  # what was removed does not come back by a span
+                seqs.setdefault(one.owner, []).append(one.seq)
         stretches = [
             Stretch(*owner, self._progress[owner].session, span)
             for owner, some in seqs.items()
@@ -388,24 +447,41 @@ class Loader:
     ) -> list[Stretch]:
         """What is to be asked for instead."""
         try:
-            made = msgspec.json.decode(await self._store.get(stretch.key), type=RankSpan)
-        except (ObjectNotFound, StoreForbidden, msgspec.DecodeError):
-            return stretch.parts()  # they say the same
-        manifests = stretch.found(made)
+            made = await read(self._store, stretch.key, RankSpan)
+            manifests = stretch.found(made, self._store.url)
+        except (ObjectNotFound, StoreForbidden):
+            manifests = None
+        except CorruptObject as error:
+            news.passed_over(stretch.key, error)
+            manifests = None
         if manifests is None:
-            return stretch.parts()
+            return stretch.parts()  # they say the same
         for manifest in manifests:
             fresh = lacking.pop(((manifest.attempt, manifest.rank), manifest.seq))
             self._took(news, fresh, manifest)
         return []
 
     async def _load_manifest(self, news: News, fresh: _Fresh) -> None:
-        self._took(news, fresh, await self._decode(news, RankManifest, fresh.key))
-
-    def _took(self, news: News, fresh: _Fresh, manifest: RankManifest | None) -> None:
-        fresh.progress.saw(fresh.seq)
-        if manifest is None:
+        """One that cannot be read is asked for again the next time: its writer may put it anew."""
+        try:
+            manifest = await read(self._store, fresh.key, RankManifest)
+            of_session(manifest, fresh.progress.session, fresh.key, self._store.url)
+        except (ObjectNotFound, CorruptObject) as error:
+            news.passed_over(fresh.key, error)
+            add(news.facts, Unread(*fresh.owner, fresh.seq))
+            self._unread.add(fresh.key)
             return
+        self._took(news, fresh, manifest)
+
+    def _took(self, news: News, fresh: _Fresh, manifest: RankManifest) -> None:
+        fresh.progress.saw(fresh.seq)
+        if fresh.key in self._unread:
+            self._unread.remove(fresh.key)
+            news.mended.add(fresh.key)
+            news.troubles.pop(fresh.key, None)
+        if not fresh.progress.session:
+            fresh.progress.session = manifest.session
+            add(news.facts, attested(manifest, fresh.progress.suspect))
         self._take(news, fresh.key, manifest)
         if manifest.state == "ended":
             fresh.progress.final = True
@@ -422,19 +498,20 @@ class Loader:
         attempt, rank = owner
         key = heartbeat_key(worker_name(rank), attempt)
         try:
-            beat = msgspec.json.decode(await self._store.get(key), type=Heartbeat)
+            beat = await read(self._store, key, Heartbeat)
+            of_session(beat, self._progress[owner].session, key, self._store.url)
         except ObjectNotFound:
             return  # a young rank has none yet
-        except msgspec.DecodeError as error:
-            news.troubles[key] = f"{key} was passed over: {error}"
+        except CorruptObject as error:
+            news.passed_over(key, error)
             return
         add(news.facts, beat)
 
     async def _load_layout(self, news: News, digest: str) -> None:
         key = layout_key(digest)
         try:
-            layout = Layout.from_json(await self._store.get(key), digest)
-        except (ObjectNotFound, msgspec.DecodeError) as error:
+            layout = Layout.from_json(await self._store.get(key), digest, key, self._store.url)
+        except (ObjectNotFound, CorruptObject) as error:
             news.troubles[key] = f"{key} cannot be read: {error}"
             return
         news.layouts[digest] = layout
@@ -446,12 +523,11 @@ class Loader:
         for rank in sorted({rank for _, rank in self._progress})[:8]:
             key = collections_key(worker_name(rank))
             try:
-                data = await self._store.get(key)
-                news.collections = msgspec.json.decode(data, type=Collections)
+                news.collections = await read(self._store, key, Collections)
             except ObjectNotFound:
                 continue
-            except msgspec.DecodeError as error:
-                news.troubles[key] = f"{key} was passed over: {error}"
+            except CorruptObject as error:
+                news.passed_over(key, error)
                 continue
             self._described = True
             return

@@ -12,6 +12,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from threading import Lock
@@ -19,8 +20,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from smdist.errors import CorruptObject
-from smdist.pipeline.block import (
+from smdist.errors import CorruptObject, ObjectNotFound, StoreError
+from smdist.format.block import (
     Place,
     Spans,
     read_statistics,
@@ -29,9 +30,9 @@ from smdist.pipeline.block import (
     statistics_spans,
     tensor_spans,
 )
-from smdist.storage.base import NearStore, Store
+from smdist.storage.store import NearStore, Store
 from smdist.trials.catalogue import Found
-from smdist.trials.numbers import Numbers, SessionOf, span_of, summary_of
+from smdist.trials.numbers_reader import Numbers, SessionOf, span_of, summary_of
 
 __all__ = [
     "AT_ONCE",
@@ -150,29 +151,42 @@ class Reader:
         cache_bytes: int = 64 << 20,
         gap: int = GAP,
         session: SessionOf = lambda _: "",
+        damaged: Callable[[StoreError], None] = lambda _: None,
     ) -> None:
+        """`damaged` is told what cannot be read for good, before it is raised."""
         self._store = store
         self._near = store if isinstance(store, NearStore) else None
         self._gap = gap
         self._run = run
         self._concurrency = concurrency
         self._cache = _Cache(cache_bytes)
-        self._numbers = Numbers(store, session)
+        self.troubles: dict[str, str] = {}  # objects that others say the same as
+        self._numbers = Numbers(store, self.troubles, session)
+        self._damaged = damaged
 
     def keep(self, attached: Mapping[str, bytes]) -> None:
         """Segments that came with their manifests, by the keys of these."""
         for key, data in attached.items():
             self._cache.put(key, data)
 
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        try:
+            yield
+        except (CorruptObject, ObjectNotFound) as error:
+            self._damaged(error)
+            raise
+
     def values(self, found: Sequence[Found]) -> list[Array]:
         """The raw tensors, checksums verified. All of `found` must have raw bytes."""
-        return [value for batch in _batches(found) for value in self._values(batch)]
+        with self._telling():
+            return [value for batch in _batches(found) for value in self._values(batch)]
 
     def _values(self, found: Sequence[Found]) -> list[Array]:
         spans = [tensor_spans(one.layout, one.tensor) for one in found]
         return [
             # A copy, so that the array is writable and keeps nothing else alive.
-            read_tensor(one.tensor, data, checksum, self._place(one)).copy()
+            read_tensor(one.tensor, data, checksum, self._place(one), one.identity).copy()
             for one, data, checksum in self._read(found, spans)
         ]
 
@@ -186,17 +200,24 @@ class Reader:
             if room < 0:
                 break
             wanted += [data, checksum]
-        self._fetch(wanted)
+        with self._telling():
+            self._fetch(wanted)
 
     def rows(self, found: Sequence[Found]) -> list[Row]:
         """What was measured of each. All of `found` must have a row in the statistics."""
+        with self._telling():
+            return self._rows(found)
+
+    def _rows(self, found: Sequence[Found]) -> list[Row]:
         spans = [statistics_spans(one.layout) for one in found]
         matrices: dict[tuple[str, int], Array] = {}
         rows: list[Row] = []
         for one, data, checksum in self._read(found, spans):
             block = (one.entry.segment, one.entry.offset)
             if block not in matrices:
-                matrices[block] = read_statistics(one.layout, data, checksum, self._place(one))
+                matrices[block] = read_statistics(
+                    one.layout, data, checksum, self._place(one), one.identity
+                )
             row = statistics_row(one.layout, one.tensor, matrices[block])
             if row is None:
                 raise ValueError(f"{one.tensor.name!r} has no statistics in this block")

@@ -15,15 +15,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from threading import Lock
 
-import msgspec
-
-from smdist.coordination.blocks import Blocks
-from smdist.coordination.building import empty, extended
-from smdist.coordination.columns import Columns
-from smdist.coordination.commit import Lease, Standing
-from smdist.coordination.drop_log import Content, DropBatch
-from smdist.coordination.head import POINTER_KEY, Head, Pointer
-from smdist.coordination.loading import (
+from smdist.coordination.columnar.blocks import Blocks
+from smdist.coordination.columnar.building import empty, extended
+from smdist.coordination.columnar.chunks import Chunk
+from smdist.coordination.columnar.columns import Columns
+from smdist.coordination.columnar.drop_log import Content, DropBatch
+from smdist.coordination.service.leadership import Lease, Standing
+from smdist.coordination.snapshot.head import POINTER_KEY, Head, Pointer
+from smdist.coordination.snapshot.load import (
     load_columns,
     load_drops,
     load_head,
@@ -31,15 +30,15 @@ from smdist.coordination.loading import (
     together,
     view_of,
 )
-from smdist.coordination.merge import View
-from smdist.coordination.sealed import Chunk
-from smdist.coordination.spans import members
+from smdist.coordination.view.run_view import View
 from smdist.errors import CorruptObject, ObjectNotFound, StoreError
-from smdist.layout import Layout
-from smdist.storage.base import Store
-from smdist.trials.reader import Run
-from smdist.trials.rereading import Rereading
-from smdist.trials.trust import Sighting, Trust, least_age_s, trust
+from smdist.format.intervals import Members
+from smdist.format.layout import Layout
+from smdist.format.stored_json import read
+from smdist.storage.store import Store
+from smdist.trials.freshness import Sighting, Trust, least_age_s, trust
+from smdist.trials.reread import Rereading
+from smdist.trials.segment_reader import Run
 
 __all__ = ["Snapshot", "Snapshots"]
 
@@ -76,7 +75,7 @@ class Snapshots:
         self._columns: OrderedDict[str, Columns] = OrderedDict()
         self._nbytes = 0
         self._lock = Lock()
-        self._rereading = Rereading(self.store, self.concurrency)
+        self._rereading = Rereading(self.store, self._session, self.troubles, self.concurrency)
 
     async def newest(self, run_id: str) -> Snapshot | None:
         """The snapshot that the pointer names; the one before if that cannot be read.
@@ -95,12 +94,15 @@ class Snapshots:
             self._sighting.saw(pointer, self.clock(), time.time())
         return self._current
 
+    def _session(self, attempt: int, rank: int) -> str:
+        return self._current.view.session(attempt, rank) if self._current is not None else ""
+
     async def _pointer(self) -> Pointer | None:
         try:
-            return msgspec.json.decode(await self.store.get(POINTER_KEY), type=Pointer)
+            return await read(self.store, POINTER_KEY, Pointer)
         except ObjectNotFound:
             return None
-        except msgspec.DecodeError as error:
+        except CorruptObject as error:
             self.troubles[POINTER_KEY] = f"{POINTER_KEY} was passed over: {error}"
             return None
 
@@ -131,9 +133,11 @@ class Snapshots:
         if age_s <= least_age_s(pointer):
             return "fresh"
         try:
-            data = await self.store.get(snapshot.lease_key)
-            lease = msgspec.json.decode(data, type=Lease)
-        except (ObjectNotFound, msgspec.DecodeError):
+            lease = await read(self.store, snapshot.lease_key, Lease)
+        except ObjectNotFound:
+            lease = None
+        except CorruptObject as error:
+            self.troubles[error.key] = f"{error.key} was passed over: {error}"
             lease = None
         return trust(pointer, age_s, lease, time.time())
 
@@ -210,7 +214,7 @@ class Snapshots:
             columns = await load_columns(self.store, chunk.ref.key)
             for mode_step in gone.rows.keys() & chunk.rows.keys():
                 # What has come since is not in the snapshot that was pinned.
-                known = set(members(gone.rows[mode_step].ranks))
+                known = Members(gone.rows[mode_step].ranks)
                 step = columns.step(mode_step)
                 news[mode_step] = {r: blocks for r, blocks in step.items() if r in known}
         return extended(empty(gone.attempt, gone.ref.mode), news)
@@ -229,7 +233,7 @@ def _order(pointer: Pointer) -> tuple[int, int]:
 
 def _has_all(columns: Columns, chunk: Chunk) -> bool:
     return all(
-        set(members(row.ranks)) <= columns.step(mode_step).keys()
+        columns.step(mode_step).keys() >= set(Members(row.ranks))
         for mode_step, row in chunk.rows.items()
     )
 

@@ -17,9 +17,9 @@ from smdist.trials.arguments import plain_arguments
 from smdist.trials.reductions import merged, reduce_all, reduction_name, saved_reductions
 
 if TYPE_CHECKING:
-    from smdist.coordination.membership import StepFacts
+    from smdist.coordination.view.membership import StepFacts
     from smdist.trials.catalogue import Catalogue, Found
-    from smdist.trials.reader import Array
+    from smdist.trials.segment_reader import Array
     from smdist.trials.trial import Trial, Worker
 
 __all__ = ["Tensor"]

@@ -1,7 +1,7 @@
 """A run as people ask about it.
 
 A trial is a snapshot: whatever is asked, every answer is about the same set of steps, until the
-trial moves on; `smdist.trials.follower` says when it does.
+trial moves on; `smdist.trials.live` says when it does.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Union
 
 from typing_extensions import Self
 
-from smdist.collection import Collection, CollectionKeys
-from smdist.coordination.membership import Disagreement, MissingReason, RankReport, StepFacts
+from smdist.config.collection import Collection, CollectionKeys
+from smdist.coordination.view.membership import Disagreement, MissingReason, RankReport, StepFacts
 from smdist.errors import (
     ConfigurationError,
     InvalidWorker,
@@ -23,19 +23,19 @@ from smdist.errors import (
     StepUnavailable,
     TensorUnavailable,
 )
+from smdist.format.manifest import Thinned
 from smdist.identity import ModeKeys, worker_name, worker_rank
-from smdist.manifest import Thinned
-from smdist.storage import sync
+from smdist.storage import loop_thread as sync
 from smdist.trials.arguments import plain_arguments
 from smdist.trials.catalogue import Catalogue
-from smdist.trials.follower import Follower
-from smdist.trials.reader import Array
+from smdist.trials.dataframe import REDUCTIONS, Selected, to_dataframe
+from smdist.trials.live import Follower
 from smdist.trials.report import AttemptInfo, DroppedTensors, attempt_info, describe, dropped
-from smdist.trials.table import REDUCTIONS, Selected, to_dataframe
+from smdist.trials.segment_reader import Array
 from smdist.trials.tensor import Tensor
 
 if TYPE_CHECKING:
-    from smdist.storage.base import Store
+    from smdist.storage.store import Store
 
 __all__ = ["Trial", "Worker"]
 
@@ -111,7 +111,8 @@ class Trial(Follower):
         name = collection if isinstance(collection, str) else collection.name
         if name == CollectionKeys.ALL:
             return set(catalogue.names)
-        if name in catalogue.members or isinstance(collection, str):
+        # A pattern of the run's own is not tried: it may take for ever, and the run knows its members.
+        if name in {*catalogue.members, *self._described} or isinstance(collection, str):
             return catalogue.members.get(name, set())
         return {tensor for tensor in catalogue.names if collection.matches(tensor)}
 
@@ -315,9 +316,7 @@ class Trial(Follower):
         for _, rank, known in self.catalogue.view.ranks():
             for _, _, message in sorted(known.troubles):
                 found.setdefault(worker_name(rank), []).append(message)
-        # What a query has found since the last refresh is with the snapshots.
-        unreadable = {**self._unreadable, **self._snapshots.troubles}
-        if unreadable:
+        if unreadable := self.troubles_of_objects():
             found[""] = list(unreadable.values())
         return found
 
@@ -326,12 +325,12 @@ class Trial(Follower):
         return sync.run(self._loader.thinned())
 
     def dropped(self) -> list[DroppedTensors]:
-        """What was not saved for want of room, in order of attempt, rank and step."""
+        """What was not saved and why, mostly want of room, in order of attempt, rank and step."""
         return dropped(self.catalogue)
 
     def describe(self) -> str:
         """The run in a few lines, for people."""
-        return describe(self.name, self.path, self.catalogue)
+        return describe(self.name, self.path, self.catalogue, self.troubles())
 
 
 def _pattern(regex: str) -> re.Pattern[str]:
@@ -344,5 +343,5 @@ def _pattern(regex: str) -> re.Pattern[str]:
 
 
 def _by_number(name: str) -> tuple[str, int]:
-    found = re.fullmatch(r"(.*)_(\d+)", name)
+    found = re.fullmatch(r"(.*)_(\d{1,18})", name)
     return (found[1], int(found[2])) if found else (name, -1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from smdist.storage import open_store
-from smdist.storage.base import Store
+from smdist.storage.store import Store
 from tests.servers.s3 import Server
 
 __all__ = ["S3Harness"]

@@ -1,4 +1,4 @@
-"""The contract of `smdist.storage.base.Store`, run by every store.
+"""The contract of `smdist.storage.store.Store`, run by every store.
 
 A store joins by a `Harness` in `harness`: it makes stores over one place and can look at that place
 without the API under test.
@@ -16,10 +16,11 @@ from typing import Protocol, TypeVar
 import numpy as np
 import pytest
 
-from smdist.errors import ObjectExists, ObjectNotFound, StoreError
-from smdist.storage.base import Buffer, Store
+from smdist.errors import CorruptObject, ObjectExists, ObjectNotFound, StoreError
+from smdist.limits import most_bytes
+from smdist.storage.in_memory import MemoryStore
 from smdist.storage.local import LocalStore
-from smdist.storage.memory import MemoryStore
+from smdist.storage.store import Buffer, Store
 from tests.contracts.s3_harness import S3Harness
 from tests.servers.s3 import aws, moto, rclone
 
@@ -214,6 +215,16 @@ def test_ranges_do_not_count_from_the_end(harness: Harness, start: int, stop: in
     harness.plant("k", b"0123456789")
     with pytest.raises(ValueError, match="start of an object"):
         use(harness, lambda store: store.get("k", start, stop))
+
+
+def test_what_is_too_large_is_not_read_whole(harness: Harness) -> None:
+    most = most_bytes("run.json")
+    harness.plant("run.json", b"{" * most)
+    harness.plant("below/run.json", b"{" * (most + 1))
+    assert len(use(harness, lambda store: store.get("run.json"))) == most
+    with pytest.raises(CorruptObject, match=f"{most + 1} bytes, such an object may have {most}"):
+        use(harness, lambda store: store.get("below/run.json"))
+    assert use(harness, lambda store: store.get("below/run.json", most, most + 9)) == b"{"
 
 
 @pytest.mark.parametrize("key", ["nothing", "a/nothing", "a", "a/b/under-a-file"])

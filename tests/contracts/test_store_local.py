@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -19,7 +20,9 @@ import pytest
 
 from smdist.errors import (
     ConfigurationError,
+    CorruptObject,
     ObjectExists,
+    ObjectNotFound,
     StoreError,
     StoreForbidden,
     StoreFull,
@@ -151,7 +154,7 @@ def test_conditional_puts_of_processes_have_one_winner(tmp_path: Path) -> None:
 def test_without_hard_links_a_conditional_put_still_refuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_links(*_: object) -> None:
+    def no_links(*_: object, **__: object) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", no_links)
@@ -374,7 +377,7 @@ def test_other_trouble_is_a_plain_store_error(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "writev", broken)
-    with pytest.raises(StoreError, match="Input/output error") as caught:
+    with pytest.raises(StoreError, match=r"error; check that the store can be reached$") as caught:
         asyncio.run(_put(LocalStore(tmp_path), "k", b"v"))
     assert type(caught.value) is StoreError
 
@@ -410,3 +413,111 @@ def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_places_that_are_none(url: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         open_store(url)
+
+
+# -- what somebody else has put there ----------------------------------------------------------
+
+
+def _get(store: LocalStore, key: str) -> bytes:
+    return asyncio.run(store.get(key))
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    folder = tmp_path / "outside"
+    folder.mkdir()
+    (folder / "secret").write_bytes(b"secret")
+    os.utime(folder / "secret", (1, 1))
+    return folder
+
+
+def test_a_link_to_a_file_is_refused_and_says_so(tmp_path: Path, outside: Path) -> None:
+    store = LocalStore(tmp_path / "run")
+    asyncio.run(_put(store, "a/real", b"v"))
+    (tmp_path / "run/a/link").symlink_to(outside / "secret")
+    (tmp_path / "run/a/inward").symlink_to(tmp_path / "run/a/real")
+    for name in ("a/link", "a/inward"):
+        with pytest.raises(CorruptObject, match=f"'{name}'.* symbolic link"):
+            _get(store, name)
+    assert asyncio.run(_list(store)) == ["a/inward", "a/link", "a/real"]
+
+
+def test_a_linked_folder_is_neither_read_nor_listed_nor_written(
+    tmp_path: Path, outside: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/a").symlink_to(outside)
+    store = LocalStore(tmp_path / "run")
+    actions = (
+        lambda: store.get("a/secret"),
+        lambda: store.list("a/"),
+        lambda: store.list(),
+        lambda: store.put("a/new", [b"x"]),
+        lambda: store.put("a/new", [b"x"], if_absent=True),
+        lambda: store.put("a/secret", [b"x"]),
+        lambda: store.delete("a/secret"),
+    )
+    for action in actions:
+        with pytest.raises(CorruptObject, match=r"'a'.* symbolic link"):
+            asyncio.run(action())
+    assert files(outside) == ["secret"]
+    assert (outside / "secret").read_bytes() == b"secret"
+    assert list(asyncio.run(store.folders())) == []
+    assert list(asyncio.run(store.list("b"))) == []
+
+
+def test_temporaries_of_another_place_are_left_alone(tmp_path: Path, outside: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/.tmp").symlink_to(outside)
+    with pytest.raises(CorruptObject, match=r"'\.tmp'.* symbolic link"):
+        asyncio.run(_put(LocalStore(tmp_path / "run"), "k", b"v"))
+    assert files(outside) == ["secret"]
+
+
+def test_the_root_may_be_a_link(tmp_path: Path, outside: Path) -> None:
+    (tmp_path / "run").symlink_to(outside)
+    store = LocalStore(tmp_path / "run")
+    asyncio.run(_put(store, "a/k", b"v"))
+    assert _get(store, "a/k") == b"v"
+    assert asyncio.run(_list(store)) == ["a/k", "secret"]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device"])
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+    place = tmp_path / "k"
+    if kind == "pipe":
+        os.mkfifo(place)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(place))
+    else:
+        try:
+            os.mknod(place, 0o666 | stat.S_IFCHR, os.makedev(1, 5))
+        except PermissionError:
+            place.symlink_to("/dev/zero")  # who may make no device can still point at one
+    script = (
+        "import asyncio, sys; from smdist.storage import LocalStore;"
+        "asyncio.run(LocalStore(sys.argv[1]).get('k'))"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "CorruptObject" in done.stderr.splitlines()[-1]
+    assert "'k'" in done.stderr.splitlines()[-1]
+
+
+def test_a_folder_is_no_object(tmp_path: Path) -> None:
+    (tmp_path / "k").mkdir()
+    with pytest.raises(ObjectNotFound):
+        _get(LocalStore(tmp_path), "k")
+
+
+def test_a_sparse_object_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "manifests").mkdir()
+    with (tmp_path / "manifests/huge.json").open("wb") as file:
+        file.truncate(20 << 30)
+    with pytest.raises(CorruptObject, match=f"{20 << 30} bytes, such an object may have"):
+        _get(LocalStore(tmp_path), "manifests/huge.json")
+    assert asyncio.run(LocalStore(tmp_path).get("manifests/huge.json", 1 << 30, (1 << 30) + 2)) == (
+        b"\0\0"
+    )

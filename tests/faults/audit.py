@@ -12,11 +12,11 @@ import msgspec
 import numpy as np
 from safetensors import safe_open
 
+from smdist.format.block import Place, crc32c, identity, read_tensor, tensor_spans
+from smdist.format.inline_segment import settle
+from smdist.format.layout import Layout
+from smdist.format.manifest import RankManifest, layout_key
 from smdist.identity import modes
-from smdist.layout import Layout
-from smdist.manifest import RankManifest, layout_key
-from smdist.pipeline.attached import settle
-from smdist.pipeline.block import Place, crc32c, read_tensor, tensor_spans
 from smdist.trials import Trial
 from tests.faults.launcher import Noted, Started
 from tests.spans import assert_spans_agree
@@ -78,7 +78,8 @@ def _entries(out_dir: Path, manifest: RankManifest, found: dict[Saved, int]) -> 
         assert manifest.first <= entry.block < manifest.upto
         if not entry.segment:
             continue
-        layout = Layout.from_json((out_dir / layout_key(entry.layout)).read_bytes())
+        key = layout_key(entry.layout)
+        layout = Layout.from_json((out_dir / key).read_bytes(), entry.layout, key)
         data = content[entry.segment]
         for tensor in layout.tensors:
             spans = tensor_spans(layout, tensor)
@@ -86,11 +87,15 @@ def _entries(out_dir: Path, manifest: RankManifest, found: dict[Saved, int]) -> 
             raw, checksum = (
                 data[s.start : s.stop] for s in (x.within(entry.offset) for x in spans)
             )
-            read_tensor(tensor, raw, checksum, Place(str(out_dir), entry.segment))
+            of_block = identity(manifest.session, entry)
+            read_tensor(tensor, raw, checksum, Place(str(out_dir), entry.segment), of_block)
             saved = Saved(manifest.attempt, manifest.rank, entry.mode, entry.mode_step, tensor.name)
             assert saved not in found, f"stored twice: {saved}"
             found[saved] = crc32c(raw)
     return named
+
+
+MODES = {"train": 1, "eval": 2, "predict": 3, "global": 4}
 
 
 def opens_elsewhere(segment: Path) -> None:
@@ -98,18 +103,26 @@ def opens_elsewhere(segment: Path) -> None:
     with safe_open(segment, framework="numpy") as opened:
         names = list(opened.keys())
         assert names, segment
+        about = opened.metadata()
+        layouts, blocks = json.loads(about["layouts"]), json.loads(about["blocks"])
         for digest_name in [name for name in names if name.endswith("/.crc32c")]:
-            prefix = digest_name.removesuffix(".crc32c")
-            expected = sorted(int(crc) for crc in opened.get_tensor(digest_name))
-            inside = [n for n in names if n.startswith(prefix) and n.count("/.") == 0]
-            statistics = f"{prefix}.statistics"
-            inside += [statistics] if statistics in names else []
-            values = [np.ascontiguousarray(opened.get_tensor(name)) for name in inside]
-            sums = [google_crc32c.value(value.tobytes()) for value in values]
-            # The order is that of the layout; 0 stands for statistics that are not there.
-            sums += [] if statistics in names else [0]
+            prefix = digest_name.removesuffix("/.crc32c")
+            hidden = (digest_name, f"{prefix}/.padding")
+            inside = [n for n in names if n.startswith(f"{prefix}/") and n not in hidden]
+            mode, mode_step = prefix.split(".")[0].split("/")
+            what = (
+                f"{about['session']}/{MODES[mode]}/{mode_step}/{blocks[prefix]}/{layouts[prefix]}/"
+            )
+            sums = [
+                google_crc32c.value(
+                    (what + name.removeprefix(f"{prefix}/")).encode()
+                    + np.ascontiguousarray(opened.get_tensor(name)).tobytes()
+                )
+                for name in inside
+            ]
+            # The order is that of the layout; 0 stands for what is not there.
+            expected = sorted(int(crc) for crc in opened.get_tensor(digest_name) if crc)
             assert sorted(sums) == expected, f"{segment}: {prefix}"
-        json.loads(opened.metadata()["layouts"])
 
 
 def assert_in_run(trial: Trial, started: Started, rank: int, evidence: list[Noted]) -> None:

@@ -15,15 +15,15 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from smdist.coordination.merge import Fact, View, fold
-from smdist.coordination.snapshot import POINTER_KEY, Pointer, load_view
-from smdist.coordination.watcher import Watcher
+from smdist.coordination.service.run_watcher import Watcher
+from smdist.coordination.snapshot.pack import POINTER_KEY, Pointer, load_view
+from smdist.coordination.view.run_view import Fact, View, fold
 from smdist.errors import StoreError
+from smdist.format.inline_segment import settle
+from smdist.format.manifest import Heartbeat, RankManifest, Session
 from smdist.identity import ModeKeys
-from smdist.manifest import Heartbeat, RankManifest, Session
-from smdist.pipeline.attached import settle
-from smdist.storage import sync
-from smdist.storage.base import Buffer, Store
+from smdist.storage import loop_thread as sync
+from smdist.storage.store import Buffer, Store
 from tests.run_builder import RankWriter, RunBuilder, Saved
 
 __all__ = ["Killed", "Life", "Schedule", "from_scratch"]

@@ -11,8 +11,8 @@ import gc
 import os
 from pathlib import Path
 
-from smdist.coordination.membership import Patience
-from smdist.coordination.watch import Watch
+from smdist.coordination.service.directory_watcher import Watch
+from smdist.coordination.view.membership import Patience
 from smdist.errors import StoreError
 from smdist.storage import open_store
 from tests.faults.job import Order, _become, _serve

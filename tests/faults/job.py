@@ -48,7 +48,7 @@ class Evidence:
         self._pid = os.getpid()
 
     def captured(self, step: int, tensors: Iterable[tuple[str, Any]]) -> None:
-        from smdist.pipeline.block import crc32c
+        from smdist.format.block import crc32c
 
         if os.getpid() != self._pid:  # in a fork of the rank, of which nothing is saved
             return
@@ -220,7 +220,7 @@ def _main() -> None:
     import torch.distributed
 
     import smdist.pytorch
-    import smdist.storage.s3  # noqa: F401 - loaded, and nothing else: its SDK takes a second
+    import smdist.storage.s3.store  # noqa: F401 - loaded, and nothing else: its SDK takes a second
 
     torch.set_num_threads(1)
     # The first one loads a second's worth of modules.

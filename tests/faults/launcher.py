@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from smdist.workers.ledger import Ledger
-from smdist.workers.processes import alive
-from smdist.workers.recover import find_spools
-from smdist.workers.spool import private_root
+from smdist.processes import alive
+from smdist.workers.spool.ack_page import Ledger
+from smdist.workers.spool.private_files import private_root
+from smdist.workers.upload.recover import find_spools
 from tests.faults.job import Exited, Order
 
 REPOSITORY = Path(__file__).parents[2]

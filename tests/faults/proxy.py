@@ -47,12 +47,13 @@ class Latency:
 class Answer:
     """An error of S3 in the server's stead, after the whole request or already after its head.
 
-    Without a code it is a page as web servers have them.
+    Without a code it is a page as web servers have them, or an empty one.
     """
 
     status: int
     code: str
     early: bool = False
+    empty: bool = False
 
 
 @dataclass(frozen=True)
@@ -345,7 +346,7 @@ def _error(fault: Answer, *, close: bool) -> bytes:
             '<?xml version="1.0" encoding="UTF-8"?>\n'
             f"<Error><Code>{fault.code}</Code><Message>injected</Message></Error>"
         )
-    body = text.encode()
+    body = b"" if fault.empty else text.encode()
     head = f"HTTP/1.1 {fault.status} Injected\r\nContent-Type: {kind}\r\n"
     head += "Connection: close\r\n" if close else ""
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body

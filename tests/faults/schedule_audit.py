@@ -12,21 +12,22 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-from safetensors import safe_open
 
-from smdist.layout import Layout
-from smdist.manifest import RankManifest, RankSummary, StepEntry, layout_key, manifest_key
-from smdist.pipeline.attached import settle
-from smdist.pipeline.block import (
+from smdist.format.block import (
     Place,
     crc32c,
+    identity,
     read_statistics,
     read_tensor,
     statistics_row,
     statistics_spans,
     tensor_spans,
 )
-from smdist.statistics import derive
+from smdist.format.inline_segment import settle
+from smdist.format.layout import Layout
+from smdist.format.manifest import RankManifest, RankSummary, StepEntry, layout_key, manifest_key
+from smdist.kernel.tensor_stats import derive
+from tests.faults.audit import opens_elsewhere
 from tests.faults.launcher import Noted
 from tests.faults.schedule_plan import CLOSE, Plan, value
 from tests.spans import assert_spans_agree
@@ -77,7 +78,7 @@ def audit(folder: Path, plan: Plan, told: Told) -> None:
         _manifest(run, manifest)
     assert set(run.keys("segments")) == run.segments, "segments that no manifest names"
     for key in run.segments:
-        _opens_elsewhere(folder / key)
+        opens_elsewhere(folder / key)
     _completeness(run, told)
     _ending(manifests[-1], plan, told)
     _summary(run, manifests)
@@ -111,17 +112,17 @@ def _manifest(run: _Run, manifest: RankManifest) -> None:
             if not attached and entry.segment:
                 run.segments.add(entry.segment)
                 data = run.read(entry.segment)
-            _block(run, entry, data)
+            _block(run, entry, data, identity(manifest.session, entry))
 
 
-def _block(run: _Run, entry: StepEntry, data: bytes) -> None:
-    layout = Layout.from_json(run.read(layout_key(entry.layout)))
-    assert layout.digest() == entry.layout
+def _block(run: _Run, entry: StepEntry, data: bytes, of_block: int) -> None:
+    key = layout_key(entry.layout)
+    layout = Layout.from_json(run.read(key), entry.layout, key)
     place = Place(str(run.folder), entry.segment)
     statistics = None
     if spans := statistics_spans(layout):
         raw, checksum = (data[s.start : s.stop] for s in (x.within(entry.offset) for x in spans))
-        statistics = read_statistics(layout, raw, checksum, place)
+        statistics = read_statistics(layout, raw, checksum, place, of_block)
     for tensor in layout.tensors:
         kind, index = run.places[tensor.name]
         saved, right = run.plan.kinds[kind][index], value(run.plan, entry.step, kind, index)
@@ -133,7 +134,7 @@ def _block(run: _Run, entry: StepEntry, data: bytes) -> None:
             raw, checksum = (
                 data[s.start : s.stop] for s in (x.within(entry.offset) for x in spans)
             )
-            found = read_tensor(tensor, raw, checksum, place)
+            found = read_tensor(tensor, raw, checksum, place, of_block)
             np.testing.assert_array_equal(found, right, err_msg=where)
         measured = None if statistics is None else statistics_row(layout, tensor, statistics)
         assert (measured is not None) is saved.reduced, where
@@ -144,19 +145,6 @@ def _block(run: _Run, entry: StepEntry, data: bytes) -> None:
             mean = float(right.mean(dtype=np.float64))
             np.testing.assert_allclose(derive(row, columns, "mean"), mean, rtol=1e-9, atol=1e-9)
         run.stored[entry.step, tensor.name] += 1
-
-
-def _opens_elsewhere(segment: Path) -> None:
-    """The official reader opens it, and every checksum in it fits."""
-    with safe_open(segment, framework="numpy") as opened:
-        names = list(opened.keys())
-        for digest in [name for name in names if name.endswith("/.crc32c")]:
-            prefix = digest.removesuffix(".crc32c")
-            hidden = (digest, f"{prefix}.padding")
-            inside = [n for n in names if n.startswith(prefix) and n not in hidden]
-            sums = sorted(crc32c(opened.get_tensor(name).tobytes()) for name in inside)
-            # 0 stands for what was not saved raw.
-            assert sums == sorted(int(c) for c in opened.get_tensor(digest) if c), f"{segment}"
 
 
 def _completeness(run: _Run, told: Told) -> None:

@@ -19,8 +19,8 @@ from unittest import mock
 
 import msgspec
 
-from smdist.workers.recover import find_spools
-from smdist.workers.supervisor import LEFT_BEHIND
+from smdist.workers.upload.process import LEFT_BEHIND
+from smdist.workers.upload.recover import find_spools
 from tests.faults.launcher import Launcher, Started, launching, until
 from tests.faults.schedule_audit import Told, audit
 from tests.faults.schedule_plan import Plan, draw

@@ -15,7 +15,7 @@ from typing import Any, Literal, Union
 import msgspec
 import numpy as np
 
-from smdist.workers.spool import UploadOptions
+from smdist.workers.spool.spool import UploadOptions
 
 __all__ = [
     "CLOSE",

@@ -23,24 +23,25 @@ import msgspec
 
 from smdist import kernel
 from smdist.errors import StoreError
+from smdist.format.block import crc32c
+from smdist.format.journal_records import Part, Record
+from smdist.format.manifest import Run, Session
 from smdist.identity import ModeKeys, StepRef
-from smdist.manifest import Run, Session
-from smdist.pipeline.block import crc32c
 from smdist.planning import TensorPlan
-from smdist.record import Part, Record
-from smdist.storage import open_store, s3
-from smdist.workers import capture as capturing
-from smdist.workers import patience
-from smdist.workers import uploader as uploading
-from smdist.workers.capture import Capture, CaptureLimits
-from smdist.workers.host import NumpyHost
-from smdist.workers.journal import JournalWriter
-from smdist.workers.launch import machine
-from smdist.workers.part import PartPlan, Wanted, plan_part
-from smdist.workers.processes import start_ticks
-from smdist.workers.recover import recover
-from smdist.workers.spool import Spool, SpoolInfo
-from smdist.workers.supervisor import LEFT_BEHIND
+from smdist.processes import start_ticks
+from smdist.storage import open_store
+from smdist.storage.s3 import store as s3
+from smdist.workers.capture import capture as capturing
+from smdist.workers.capture.capture import Capture, CaptureLimits
+from smdist.workers.capture.part_plan import PartPlan, Wanted, plan_part
+from smdist.workers.capture.tensor_access import NumpyHost
+from smdist.workers.join.launcher_identity import machine
+from smdist.workers.spool.journal import JournalWriter
+from smdist.workers.spool.spool import Spool, SpoolInfo
+from smdist.workers.upload import retry as patience
+from smdist.workers.upload import uploader as uploading
+from smdist.workers.upload.process import LEFT_BEHIND
+from smdist.workers.upload.recover import recover
 from tests.faults.job import Order, _become, _serve
 from tests.faults.schedule_plan import CLOSE, Plan, value
 
@@ -91,15 +92,15 @@ class MortalJournal(JournalWriter):
         self, target: int, source: int, nbytes: int, kind: int, arena: int, offset: int
     ) -> None:
         if self._due:
-            kernel.copy((target,), (source,), (nbytes,))
-            self.append(Part(*self._step, time.time(), kind, arena, offset))
+            guard = kernel.copy((target,), (source,), (nbytes,), target)
+            self.append(Part(*self._step, time.time(), kind, arena, offset, guard))
         super().put(target, source, nbytes, kind, arena, offset)
 
     def begin(self, mode: int, mode_step: int, step: int) -> None:
         self._step = (mode, mode_step, step)
         super().begin(mode, mode_step, step)
 
-    def _write(self, file: mmap.mmap | None, at: int, data: bytes) -> None:
+    def _write(self, file: mmap.mmap, at: int, data: bytes) -> None:
         if self._torn:
             super()._write(file, at, data[: len(data) // 2])
             _die()

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 import smdist.pytorch as smd
-from smdist.coordination.membership import MissingReason, RankStatus
+from smdist.coordination.view.membership import MissingReason, RankStatus
 from smdist.errors import ConfigurationError, RunExists, StoreForbidden, UnknownKey
 from smdist.identity import modes
 from smdist.trials import create_trial
-from smdist.workers.recover import recover
+from smdist.workers.upload.recover import recover
 from tests.faults.audit import assert_in_run, audit, unexplained
 from tests.faults.launcher import (
     REPOSITORY,
@@ -383,7 +383,7 @@ def small_memory(small_disk: Path) -> Path:
 
 
 OVERFLOWS = """
-import smdist.workers.memory as memory
+import smdist.workers.hook.buffer_location as memory
 from pathlib import Path
 memory._MEMORY = Path(order.arguments["memory"])
 train(order)
@@ -415,8 +415,8 @@ def test_too_little_shared_memory_becomes_disk(
 
 FILLED_LATER = """
 from pathlib import Path
-import smdist.workers.outlet as outlet
-from smdist.workers.memory import Placement
+import smdist.workers.hook.capture_session as outlet
+from smdist.workers.hook.buffer_location import Placement
 memory, disk = Path(order.arguments["memory"]), Path(order.arguments["disk"])
 # As it was chosen when there was room; somebody else has taken it since.
 outlet.choose_spool = lambda *_, **__: Placement(memory, disk, "memory", None)
@@ -485,7 +485,7 @@ def test_drops_are_recorded(launcher: Launcher, tmp_path: Path) -> None:
 
 NOBODY = """
 from functools import partial
-import smdist.workers.outlet as outlet
+import smdist.workers.hook.capture_session as outlet
 supervisor = outlet.Supervisor
 outlet.Supervisor = lambda spool, **more: supervisor(
     spool, python="/bin/false", most_rapid_deaths=2, **more

@@ -11,14 +11,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from smdist.coordination.commit import Lease, Standing
-from smdist.coordination.snapshot import POINTER_KEY, Pointer, load_view
-from smdist.coordination.watcher import Watcher
+from smdist.coordination.service.leadership import Lease, Standing
+from smdist.coordination.service.run_watcher import Watcher
+from smdist.coordination.snapshot.pack import POINTER_KEY, Pointer, load_view
 from smdist.errors import AlreadyCoordinated, Superseded
+from smdist.format.stored_json import encode
 from smdist.identity import ModeKeys
-from smdist.storage import open_store, sync
-from smdist.storage.base import Buffer, Store
-from smdist.storage.memory import MemoryStore
+from smdist.storage import loop_thread as sync
+from smdist.storage import open_store
+from smdist.storage.in_memory import MemoryStore
+from smdist.storage.store import Buffer, Store
 from tests.faults.coordinator_driver import from_scratch
 from tests.run_builder import RankWriter, RunBuilder
 from tests.servers.s3 import Server, aws, moto, rclone
@@ -216,7 +218,7 @@ def test_a_pointer_that_a_killed_one_moved_back_is_put_right(store: Store, clock
         await mine.turn()
         right = await pointer(store)
         lower = msgspec.structs.replace(right, epoch=0, number=9)
-        await store.put(POINTER_KEY, [msgspec.json.encode(lower)])
+        await store.put(POINTER_KEY, [encode(lower, POINTER_KEY)])
         clock.time += 11
         await mine.turn()
         assert await pointer(store) == right

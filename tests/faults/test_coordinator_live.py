@@ -10,13 +10,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from smdist.coordination.inbox import INBOX_KEY
-from smdist.coordination.membership import Patience
-from smdist.coordination.snapshot import POINTER_KEY, Pointer, load_view
-from smdist.coordination.status import RankLine
-from smdist.coordination.watch import Watch, Watcher
+from smdist.coordination.service.directory_watcher import Watch, Watcher
+from smdist.coordination.service.hint_server import INBOX_KEY
+from smdist.coordination.snapshot.pack import POINTER_KEY, Pointer, load_view
+from smdist.coordination.view.membership import Patience
+from smdist.coordination.view.status import RankLine
+from smdist.processes import stopped
 from smdist.storage.local import LocalStore
-from smdist.workers.processes import stopped
 from tests.faults.coordinator_driver import from_scratch
 from tests.faults.launcher import Launcher, Started, drained
 

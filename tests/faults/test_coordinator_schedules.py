@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from smdist.coordination import watcher
-from smdist.storage.memory import MemoryStore
+from smdist.coordination.service import run_watcher as watcher
+from smdist.storage.in_memory import MemoryStore
 from tests.faults.coordinator_driver import Life, Schedule
 
 MOST_TURNS = 600

@@ -14,11 +14,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from smdist.coordination.snapshot import POINTER_KEY, Pointer, load_view
+from smdist.coordination.snapshot.pack import POINTER_KEY, Pointer, load_view
 from smdist.errors import ObjectNotFound
 from smdist.identity import ModeKeys
-from smdist.storage import open_store, sync
-from smdist.storage.base import Store
+from smdist.storage import loop_thread as sync
+from smdist.storage import open_store
+from smdist.storage.store import Store
 from tests.faults.coordinator_driver import from_scratch
 from tests.faults.launcher import Launcher, Started, launching, until
 from tests.run_builder import RunBuilder

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from smdist.coordination.membership import MissingReason, RankStatus
+from smdist.coordination.view.membership import MissingReason, RankStatus
 from smdist.identity import modes
 from smdist.trials import create_trial
 from tests.faults.audit import assert_in_run, audit, unexplained

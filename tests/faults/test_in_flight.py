@@ -10,10 +10,9 @@ import pytest
 
 from smdist.storage import Buffer
 from smdist.storage.local import LocalStore
-from smdist.workers.recover import recover
-from smdist.workers.spool import UploadOptions
-from tests.integration.rig import Job, read_store
-from tests.integration.test_recover import leave_behind
+from smdist.workers.spool.spool import UploadOptions
+from smdist.workers.upload.recover import recover
+from tests.integration.rig import Job, leave_behind, read_store
 
 STEPS, STEP_BYTES = 40, 80_000
 BATCHES = 4
@@ -72,7 +71,7 @@ def test_what_is_on_its_way_is_bounded_by_bytes(
     job = Job(str(tmp_path / "spools"), str(tmp_path / "out"), slots=STEPS, upload=upload)
     spool = leave_behind(job, STEPS)
     store = FullStore(job.out_dir, batches)
-    monkeypatch.setattr("smdist.workers.uploader.open_store", lambda *_, **__: store)
+    monkeypatch.setattr("smdist.workers.upload.uploader.open_store", lambda *_, **__: store)
     recover(spool.path, lambda _text: None)
     assert store.most == batches
     headers = batches * 8_000

@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from smdist.manifest import RankManifest, manifest_key
-from smdist.workers.spool import UploadOptions
+from smdist.format.manifest import RankManifest, manifest_key
+from smdist.workers.spool.spool import UploadOptions
 from tests.faults.proxy import FaultProxy, Hold, Rule, proxied
 from tests.integration.rig import (
     Job,

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from smdist.coordination.membership import MissingReason, RankStatus
+from smdist.coordination.view.membership import MissingReason, RankStatus
 from smdist.identity import modes
 from smdist.trials import Trial, create_trial
-from smdist.workers.recover import recover
+from smdist.workers.upload.recover import recover
 from tests.faults.audit import Saved, assert_in_run, audit, unexplained
 from tests.faults.launcher import Launcher, Started, ended, spools
 from tests.faults.places import Place, at

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from smdist.coordination.membership import RankStatus
+from smdist.coordination.view.membership import RankStatus
 from smdist.identity import modes
+from smdist.processes import alive, stopped
 from smdist.trials import create_trial
-from smdist.workers.processes import alive, stopped
 from tests.faults.audit import assert_in_run, audit, unexplained
 from tests.faults.launcher import (
     REPOSITORY,

@@ -12,11 +12,10 @@ import pytest
 from smdist.errors import StoreError
 from smdist.storage import Buffer
 from smdist.storage.local import LocalStore
-from smdist.workers.patience import GaveUp
-from smdist.workers.recover import find_spools, recover
-from smdist.workers.spool import UploadOptions
-from tests.integration.rig import Job, read_store
-from tests.integration.test_recover import leave_behind
+from smdist.workers.spool.spool import UploadOptions
+from smdist.workers.upload.recover import find_spools, recover
+from smdist.workers.upload.retry import GaveUp
+from tests.integration.rig import Job, leave_behind, read_store
 
 STEPS, LIMIT_S = 12, 30.0
 
@@ -76,8 +75,8 @@ def job(tmp_path: Path) -> Job:
 def send(job: Job, monkeypatch: pytest.MonkeyPatch, happens: Callable[[int], None]) -> SlowStore:
     spool = leave_behind(job, STEPS)
     store = SlowStore(job.out_dir, SlowStore.Clock(), happens)
-    monkeypatch.setattr("smdist.workers.patience.time", store._clock)
-    monkeypatch.setattr("smdist.workers.uploader.open_store", lambda *_, **__: store)
+    monkeypatch.setattr("smdist.workers.upload.retry.time", store._clock)
+    monkeypatch.setattr("smdist.workers.upload.uploader.open_store", lambda *_, **__: store)
     recover(spool.path, lambda _text: None, give_up_s=LIMIT_S)
     return store
 
@@ -101,8 +100,8 @@ def test_a_store_that_refuses_or_is_silent_is_given_up(
     happens: Callable[[int], None],
     why: str,
 ) -> None:
-    monkeypatch.setattr("smdist.workers.commit._CLOSE_S", 0.1)
-    monkeypatch.setattr("smdist.workers.uploader._FAREWELL_S", 0.1)
+    monkeypatch.setattr("smdist.workers.upload.commit._CLOSE_S", 0.1)
+    monkeypatch.setattr("smdist.workers.upload.uploader._FAREWELL_S", 0.1)
     with pytest.raises(GaveUp, match=why):
         send(job, monkeypatch, happens)
     assert len(find_spools([tmp_path / "spools"])) == 1, "kept, to be sent later"

@@ -21,11 +21,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from smdist.coordination.merge import add
-from smdist.coordination.snapshot import POINTER_KEY, Pointer, load_view
+from smdist.coordination.snapshot.pack import POINTER_KEY, Pointer, load_view
+from smdist.coordination.view.run_view import add
 from smdist.errors import SmdistError
-from smdist.manifest import Heartbeat, Session, session_key
-from smdist.storage import open_store, sync
+from smdist.format.manifest import Heartbeat, Session, session_key
+from smdist.storage import loop_thread as sync
+from smdist.storage import open_store
 from smdist.trials import create_trial
 from tests.faults.coordinator_driver import from_scratch
 from tests.integration.s3_jobs import environment

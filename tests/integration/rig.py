@@ -23,16 +23,36 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from smdist.layout import Layout
-from smdist.manifest import RankManifest, Run, Session, StepEntry, layout_key
-from smdist.pipeline.block import Place, read_tensor, tensor_spans
-from smdist.record import Close, Declare, Describe, End, Flush, Inline, Part, Record, TensorSpec
-from smdist.workers.journal import JournalFileFull, JournalWriter
-from smdist.workers.launch import machine
-from smdist.workers.ledger import Ledger
-from smdist.workers.processes import start_ticks
-from smdist.workers.spool import Doorbell, Spool, SpoolInfo, UploadOptions, private_root, spool_name
-from smdist.workers.supervisor import Supervisor
+from smdist import kernel
+from smdist.format.block import Place, identity, read_tensor, tensor_spans
+from smdist.format.journal_records import (
+    Close,
+    Declare,
+    Describe,
+    End,
+    Flush,
+    Inline,
+    Part,
+    Record,
+    TensorSpec,
+)
+from smdist.format.layout import Layout
+from smdist.format.manifest import (
+    Collections,
+    RankManifest,
+    Run,
+    Session,
+    StepEntry,
+    collections_key,
+    layout_key,
+)
+from smdist.format.stored_json import encode
+from smdist.processes import start_ticks
+from smdist.workers.join.launcher_identity import machine
+from smdist.workers.spool.ack_page import Ledger
+from smdist.workers.spool.journal import JournalFileFull, JournalWriter
+from smdist.workers.spool.spool import Doorbell, Spool, SpoolInfo, UploadOptions
+from smdist.workers.upload.process import Supervisor
 from tests.spans import assert_spans_agree
 
 TRAIN = 1
@@ -68,15 +88,17 @@ def make_spool(
         upload=job.upload,
         trainer_pid=pid,
         trainer_start=start_ticks(pid),
-        overflow="",
     )
-    if job.overflow:
-        overflow = str(private_root(Path(job.overflow)) / spool_name(info))
-        info = msgspec.structs.replace(info, overflow=overflow)
-    return Spool.create(info, Path(job.root))
+    return Spool.create(info, Path(job.root), Path(job.overflow) if job.overflow else None)
 
 
 # -- content ---------------------------------------------------------------------------------------
+
+
+def dead_pid() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
 
 
 def raw_value(step: int, elements: int) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -97,7 +119,9 @@ class Rank:
         self.doorbell = Doorbell(spool)
         self.slot_bytes = 4 * job.elements
         where = spool.path if job.arena == 0 else spool.make_overflow()
-        with (where / f"arena-{job.arena}").open("wb+") as handle:
+        path = where / f"arena-{job.arena}"
+        path.touch(0o600)
+        with path.open("wb+") as handle:
             os.posix_fallocate(handle.fileno(), 0, self.slot_bytes * job.slots)
             self.arena = mmap.mmap(handle.fileno(), self.slot_bytes * job.slots)
         self.busy: dict[int, int] = {}
@@ -137,9 +161,11 @@ class Rank:
     def raw(self, step: int) -> None:
         slot = self.slot()
         start = slot * self.slot_bytes
-        self.arena[start : start + self.slot_bytes] = raw_value(step, self.job.elements).tobytes()
+        data = raw_value(step, self.job.elements).tobytes()
+        self.arena[start : start + self.slot_bytes] = data
+        guard = self.declarations()[0].guard(kernel.address_of(data))
         self.busy[slot] = self.append(
-            Part(TRAIN, step, step, time.time(), 0, self.job.arena, start)
+            Part(TRAIN, step, step, time.time(), 0, self.job.arena, start, guard)
         )
 
     def scalar(self, step: int) -> None:
@@ -158,6 +184,20 @@ class Rank:
         self.arena.close()
 
 
+def leave_behind(
+    job: Job, steps: int = 3, *, ended: bool = False, session: str = "0123456789abcdef"
+) -> Spool:
+    """A spool of a process that is dead, and of which nothing was sent."""
+    spool = make_spool(job, dead_pid(), session)
+    rank = Rank(spool, job)
+    for step in range(steps):
+        rank.step(step)
+    if ended:
+        rank.append(End("", 0.0))
+    rank.close()
+    return spool
+
+
 def _main(job: Job) -> None:
     def tell(**what: object) -> None:
         sys.stdout.write(json.dumps(what) + "\n")
@@ -169,7 +209,8 @@ def _main(job: Job) -> None:
     if job.supervised:
         supervisor.start()
     tell(spool=str(spool.path), uploader=supervisor.pid)
-    rank.append(Describe("collections/worker_0.json", b'{"worker":"worker_0","collections":[]}'))
+    key = collections_key("worker_0")
+    rank.append(Describe(key, encode(Collections("worker_0", ()), key)))
     for step in range(job.steps):
         rank.raw(step)
         tell(raw=step)
@@ -315,7 +356,7 @@ def read_store(out_dir: Path, elements: int) -> Stored:
         upto = manifest.upto
         for entry in manifest.steps:
             assert manifest.first <= entry.block < manifest.upto
-            _read_entry(out_dir, entry, stored, elements)
+            _read_entry(out_dir, manifest.session, entry, stored, elements)
     named = {entry.segment for manifest in manifests for entry in manifest.steps} - {""}
     found = {str(path.relative_to(out_dir)) for path in out_dir.glob("segments/*/*")}
     assert named <= found, "a manifest without its segment"
@@ -325,19 +366,24 @@ def read_store(out_dir: Path, elements: int) -> Stored:
     return stored
 
 
-def _read_entry(out_dir: Path, entry: StepEntry, stored: Stored, elements: int) -> None:
+def _read_entry(
+    out_dir: Path, session: str, entry: StepEntry, stored: Stored, elements: int
+) -> None:
     step = entry.step
     if entry.closed:
         stored.closed[step] = stored.closed.get(step, 0) + 1
     if not entry.segment:
         return
-    layout = Layout.from_json((out_dir / layout_key(entry.layout)).read_bytes())
+    key = layout_key(entry.layout)
+    layout = Layout.from_json((out_dir / key).read_bytes(), entry.layout, key)
     data = (out_dir / entry.segment).read_bytes()
     for tensor in layout.tensors:
         spans = tensor_spans(layout, tensor)
         assert spans is not None
         parts = [data[s.start : s.stop] for s in (x.within(entry.offset) for x in spans)]
-        value = read_tensor(tensor, parts[0], parts[1], Place(str(out_dir), entry.segment))
+        value = read_tensor(
+            tensor, parts[0], parts[1], Place(str(out_dir), entry.segment), identity(session, entry)
+        )
         is_raw = tensor.name == "weight"
         expected = raw_value(step, elements) if is_raw else scalar_value(step)
         np.testing.assert_array_equal(value, expected, err_msg=f"step {step}, {tensor.name}")

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 import smdist.pytorch as smd
-from smdist.workers.supervisor import Supervisor
+from smdist.workers.upload.process import Supervisor
 
 NETWORK = {"socket.connect", "socket.getaddrinfo", "socket.sendto", "socket.sendmsg"}
 

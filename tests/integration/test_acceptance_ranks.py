@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from smdist.coordination.membership import MissingReason, RankStatus
+from smdist.coordination.view.membership import MissingReason, RankStatus
 from smdist.errors import InvalidWorker, NoMoreData, StepNotYetAvailable, StepUnavailable
 from smdist.identity import modes
 from smdist.trials import Trial, create_trial

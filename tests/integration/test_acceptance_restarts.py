@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from smdist.coordination.membership import RankStatus
+from smdist.coordination.view.membership import RankStatus
 from smdist.identity import modes
+from smdist.processes import alive
 from smdist.trials import create_trial
-from smdist.workers.processes import alive
 from tests.faults.audit import assert_in_run, audit
 from tests.faults.job import Order
 from tests.faults.launcher import REPOSITORY, Launcher, Started, drained, ended, launching, until

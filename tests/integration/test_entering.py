@@ -17,12 +17,13 @@ from torch import nn
 
 import smdist.pytorch as smd
 from smdist.errors import CaptureError
+from smdist.format.manifest import Run
+from smdist.format.stored_json import encode
 from smdist.identity import modes
-from smdist.manifest import Run
 from smdist.trials import create_trial
-from smdist.workers.place import Misplaced, Refused
-from smdist.workers.recover import recover
-from smdist.workers.spool import Spool
+from smdist.workers.spool.spool import Spool
+from smdist.workers.upload.recover import recover
+from smdist.workers.upload.run_guard import Misplaced, Refused
 from tests.faults.audit import assert_in_run, audit
 from tests.faults.launcher import Launcher, drained, launching, spools, uploaders
 from tests.faults.proxy import Answer, Fault, HalfOpen, proxied
@@ -174,7 +175,7 @@ def recover_of_dead(path: Path) -> None:
 
 UNATTENDED = """
 import os
-import smdist.workers.outlet as outlet
+import smdist.workers.hook.capture_session as outlet
 supervisor = outlet.Supervisor
 outlet.Supervisor = lambda spool, **more: supervisor(
     spool, python="/bin/false", most_rapid_deaths=1, **more
@@ -227,7 +228,7 @@ def test_an_earlier_start_whose_uploader_is_late_comes_first(
     out_dir, root, go = tmp_path / "out", tmp_path / "spools", tmp_path / "go"
     script = """
 from pathlib import Path
-import smdist.workers.outlet as outlet
+import smdist.workers.hook.capture_session as outlet
 supervisor = outlet.Supervisor
 made = []
 outlet.Supervisor = lambda spool, **more: made.append(supervisor(spool, **more)) or Idle()
@@ -280,7 +281,7 @@ def entered_and_left(launcher: Launcher, tmp_path: Path) -> Path:
     script = """
 import gc, os, signal
 import smdist.pytorch as smd
-from smdist.workers.supervisor import Supervisor
+from smdist.workers.upload.process import Supervisor
 def only(kind):
     (one,) = [each for each in gc.get_objects() if type(each) is kind]
     return one
@@ -313,7 +314,7 @@ def replace_run(out_dir: Path) -> None:
 def rename_run(out_dir: Path) -> None:
     run = msgspec.json.decode((out_dir / "run.json").read_bytes(), type=Run)
     other = msgspec.structs.replace(run, run_id="other")
-    (out_dir / "run.json").write_bytes(msgspec.json.encode(other))
+    (out_dir / "run.json").write_bytes(encode(other, "run.json"))
 
 
 @pytest.mark.parametrize("change", [remove_run, replace_run])

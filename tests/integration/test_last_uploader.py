@@ -15,14 +15,16 @@ import msgspec
 import pytest
 
 from smdist import create_trial
-from smdist.coordination.head import POINTER_KEY, Pointer
-from smdist.manifest import CollectionInfo, Collections, collections_key, session_key
-from smdist.record import Describe, End
-from smdist.storage import LocalStore, open_store, sync
+from smdist.coordination.snapshot.head import POINTER_KEY, Pointer
+from smdist.format.journal_records import Describe, End
+from smdist.format.manifest import CollectionInfo, Collections, collections_key, session_key
+from smdist.format.stored_json import encode
+from smdist.storage import LocalStore, open_store
+from smdist.storage import loop_thread as sync
 from smdist.trials import Trial
-from smdist.workers.recover import recover
-from smdist.workers.spool import Spool, UploadOptions
-from smdist.workers.supervisor import Supervisor
+from smdist.workers.spool.spool import Spool, UploadOptions
+from smdist.workers.upload.process import Supervisor
+from smdist.workers.upload.recover import recover
 from tests.faults.proxy import FaultProxy, HalfOpen, Hold, proxied
 from tests.integration.rig import Job, Rank, make_spool, until
 from tests.integration.s3_jobs import cli
@@ -56,11 +58,11 @@ def captured(folder: Path, out: str, ranks: int, steps: int) -> list[Spool]:
     for number in range(ranks):
         spool = make_spool(job, session=f"{number:016x}", rank=number, world=ranks)
         session, worker = spool.info.session, f"worker_{number}"
-        sync.run(store.put("run.json", [msgspec.json.encode(spool.info.run)]))
-        sync.run(store.put(session_key(worker, 0), [msgspec.json.encode(session)]))
+        sync.run(store.put("run.json", [encode(spool.info.run, "run.json")]))
+        sync.run(store.put(session_key(worker, 0), [encode(session, session_key(worker, 0))]))
         rank = Rank(spool, job)
         described = Collections(worker, (CollectionInfo("weights"),))
-        rank.append(Describe(collections_key(worker), msgspec.json.encode(described)))
+        rank.append(Describe(collections_key(worker), encode(described, collections_key(worker))))
         for step in range(steps):
             rank.step(step)
         rank.append(End("", time.time()))

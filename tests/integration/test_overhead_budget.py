@@ -12,8 +12,8 @@ import smdist.pytorch as smd
 from smdist import create_trial
 from smdist.errors import ConfigurationError
 from smdist.exceptions import TensorUnavailableForStep
-from smdist.workers import thrift
-from smdist.workers.budget import Budget, Spent
+from smdist.workers.hook import overhead_controller as thrift
+from smdist.workers.hook.overhead_budget import Budget, Spent
 
 pytestmark = pytest.mark.torch
 

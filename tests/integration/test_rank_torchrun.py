@@ -14,8 +14,8 @@ import pytest
 SCRIPT = """
 import json, os, sys, time
 from pathlib import Path
-from smdist.workers.enrol import newcomer
-from smdist.workers.rank import resolve_rank
+from smdist.workers.join.enrol import newcomer
+from smdist.workers.join.rank import resolve_rank
 
 out = Path(sys.argv[1])
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from smdist.coordination.local_ray import LocalRay
-from smdist.coordination.watcher import Watcher
+from smdist.coordination.ray_actor.local_head import LocalRay
+from smdist.coordination.service.run_watcher import Watcher
 from tests.integration.test_ray_coordinator import job, number, save
 from tests.servers.ports import free_port
 from tests.servers.ray_cluster import Cluster, environment, start_cluster, until
@@ -112,7 +112,7 @@ def test_the_lease_of_one_that_died_with_its_ray_is_waited_for(home: Path, tmp_p
 
 def test_a_local_ray_without_a_coordinator_is_stopped_too(home: Path, tmp_path: Path) -> None:
     mine = {"SMDIST_RAY_DIR": str(home)}
-    code = "from smdist.coordination import local_ray; print(local_ray.start().pid)"
+    code = "from smdist.coordination.ray_actor import local_head as local_ray; print(local_ray.start()[0].pid)"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=environment(**mine),

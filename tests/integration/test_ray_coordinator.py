@@ -18,12 +18,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from smdist.coordination import wheel
-from smdist.coordination.snapshot import POINTER_KEY, Pointer, load_view
-from smdist.coordination.watcher import Watcher
+from smdist.coordination.ray_actor import code_package as wheel
+from smdist.coordination.service.run_watcher import Watcher
+from smdist.coordination.snapshot.pack import POINTER_KEY, Pointer, load_view
 from smdist.errors import AlreadyCoordinated
 from smdist.identity import ModeKeys
-from smdist.storage import LocalStore, Store, open_store, sync
+from smdist.storage import LocalStore, Store, open_store
+from smdist.storage import loop_thread as sync
 from tests.faults.coordinator_driver import from_scratch
 from tests.run_builder import RankWriter, RunBuilder
 from tests.servers.ray_cluster import (
@@ -168,8 +169,8 @@ def test_a_process_that_is_a_driver_already(ray_cluster: Cluster, tmp_path: Path
     job(tmp_path / "run")
     code = (
         "import ray, sys\n"
-        "from smdist.coordination.coordinator import Settings\n"
-        "from smdist.coordination.launcher import attach, find, start\n"
+        "from smdist.coordination.ray_actor.coordinator import Settings\n"
+        "from smdist.coordination.ray_actor.launcher import attach, find, start\n"
         "ray.init(sys.argv[1], namespace='another', log_to_driver=False)\n"
         "with attach('auto') as attached:\n"
         "    began = start(attached, Settings('run', interval_s=0.1))\n"
@@ -194,9 +195,9 @@ def test_an_environment_that_cannot_be_made_is_told_and_signals_stay_the_callers
 ) -> None:
     code = (
         "import msgspec, signal, sys\n"
-        "from smdist.coordination.client import CoordinatorClient\n"
-        "from smdist.coordination.coordinator import Coordinator, Settings\n"
-        "from smdist.coordination.launcher import attach\n"
+        "from smdist.coordination.ray_actor.client import CoordinatorClient\n"
+        "from smdist.coordination.ray_actor.coordinator import Coordinator, Settings\n"
+        "from smdist.coordination.ray_actor.launcher import attach\n"
         "from smdist.errors import CoordinationError\n"
         "signal.signal(signal.SIGTERM, signal.default_int_handler)\n"
         "with attach(sys.argv[1]) as attached:\n"

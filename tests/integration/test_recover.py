@@ -13,16 +13,18 @@ import msgspec
 import pytest
 
 from smdist.errors import SpoolUnavailable
-from smdist.record import End
-from smdist.workers.patience import GaveUp
-from smdist.workers.processes import alive, stopped
-from smdist.workers.recover import TrainerAlive, find_spools, pending_bytes, recover
-from smdist.workers.spool import Spool, SpoolBusy, private_root
+from smdist.format.journal_records import End
+from smdist.processes import alive, stopped
+from smdist.workers.spool.private_files import private_root
+from smdist.workers.spool.spool import SpoolBusy
+from smdist.workers.upload.recover import TrainerAlive, find_spools, pending_bytes, recover
+from smdist.workers.upload.retry import GaveUp
 from tests.integration.rig import (
     REPOSITORY,
     Job,
     Rank,
     assert_exactly_once,
+    leave_behind,
     make_spool,
     rank_process,
     read_store,
@@ -37,23 +39,6 @@ def job(tmp_path: Path) -> Job:
 
 def quiet(message: str) -> None:
     raise AssertionError(f"nothing to say, but: {message}")
-
-
-def dead_pid() -> int:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    return process.pid
-
-
-def leave_behind(job: Job, steps: int = 3, *, ended: bool = False) -> Spool:
-    spool = make_spool(job, pid=dead_pid())
-    rank = Rank(spool, job)
-    for step in range(steps):
-        rank.step(step)
-    if ended:
-        rank.append(End("", 0.0))
-    rank.close()
-    return spool
 
 
 # In the other usual places are spools of whatever else runs on this machine.
@@ -241,12 +226,55 @@ def test_command_fails_when_something_stays(job: Job, tmp_path: Path) -> None:
 
 def test_what_a_killed_uploader_did_not_remove_is_removed(tmp_path: Path) -> None:
     """Its spool has lost its journal, so everything is stored; other folders are not touched."""
-    remnant, other = private_root(tmp_path) / "run-worker_0-0-1-abc", tmp_path / "mine"
-    for folder in (remnant, other):
-        folder.mkdir(parents=True)
-        (folder / "lock").touch()
-    assert recover(remnant, pytest.fail).nbytes == 0
-    assert not remnant.exists()
-    with pytest.raises(SpoolUnavailable):
-        recover(other, pytest.fail)
-    assert other.exists()
+    remnants = [private_root(tmp_path) / f"run-worker_0-{number}-abc" for number in range(2)]
+    other = tmp_path / "mine"
+    private_root(tmp_path).mkdir(mode=0o700)
+    for folder in (*remnants, other):
+        folder.mkdir(mode=0o700)
+        (folder / "lock").touch(0o600)
+    named = run_command(str(remnants[0]), root=str(tmp_path))
+    assert (named.returncode, "nothing to recover" in named.stdout) == (0, True), named
+    assert not remnants[0].exists()
+    found = run_command(root=str(tmp_path))
+    assert (found.returncode, "nothing to recover" in found.stdout) == (0, True), found
+    assert not private_root(tmp_path).exists()
+    refused = run_command(str(other), root=str(tmp_path))
+    assert (refused.returncode, "not a spool" in refused.stdout) == (1, True)
+    assert list(other.iterdir())
+
+
+def killed_while_it_began(root: Path) -> None:
+    """A process that is killed when all of its spool is there but what makes it one."""
+    script = f"""
+import os, signal
+from pathlib import Path
+from smdist.workers.spool.journal import JournalWriter
+from smdist.workers.spool.spool import Spool
+from tests.integration.rig import Job, make_spool
+Spool.create = classmethod(lambda cls, *given: cls.made(*given))
+with make_spool(Job(root={str(root)!r}, out_dir="/nowhere")) as spool:
+    JournalWriter(spool)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    command = [sys.executable, "-c", script]
+    assert subprocess.run(command, check=False, cwd=REPOSITORY).returncode == -signal.SIGKILL
+    assert list(private_root(root).glob("*/journal-000000"))
+
+
+def test_what_was_never_a_spool_is_removed(tmp_path: Path) -> None:
+    for name in ("here", "elsewhere"):
+        killed_while_it_began(tmp_path / name)
+    done = run_command(root=str(tmp_path / "here"))
+    assert (done.returncode, "nothing to recover" in done.stdout) == (0, True), done
+    assert not private_root(tmp_path / "here").exists()
+    make_spool(Job(root=str(tmp_path / "elsewhere"), out_dir="/nowhere")).remove()
+    assert not private_root(tmp_path / "elsewhere").exists()
+
+
+def test_a_deadline_without_end_that_was_written_down_is_no_obstacle(
+    job: Job, tmp_path: Path
+) -> None:
+    endless = msgspec.structs.replace(job.upload, drain_deadline_s=float("inf"))
+    spool = leave_behind(msgspec.structs.replace(job, upload=endless))
+    assert b'"drain_deadline_s":null' in (spool.path / "spool.json").read_bytes()
+    assert recover(spool.path, quiet).steps == 3

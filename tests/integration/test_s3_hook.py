@@ -26,7 +26,7 @@ from smdist.errors import (
     StoreError,
     StoreForbidden,
 )
-from smdist.workers.capture import Usage
+from smdist.workers.capture.capture import Usage
 from tests.faults.leaks import WRONG, assert_no_secret, assert_told_without_secret, no_leaks
 from tests.faults.proxy import Answer, FaultProxy, HalfOpen, proxied
 from tests.integration.rig import until

@@ -13,7 +13,8 @@ import pytest
 
 from smdist import create_trial
 from smdist.identity import ModeKeys
-from smdist.storage import open_store, sync
+from smdist.storage import loop_thread as sync
+from smdist.storage import open_store
 from smdist.trials import RankStatus
 from tests.faults.leaks import no_leaks
 from tests.integration.rig import until

@@ -23,7 +23,7 @@ from smdist.errors import (
     StoreForbidden,
 )
 from smdist.storage import check_writable, open_store
-from smdist.storage.s3 import S3Options, S3Statistics, S3Store, open_s3
+from smdist.storage.s3.store import S3Options, S3Statistics, S3Store, open_s3
 from tests.faults.leaks import assert_no_secret, no_leaks
 from tests.faults.proxy import Answer, Chunked, Fault, FaultProxy, Latency, Reset, proxied
 from tests.servers.s3 import (
@@ -295,6 +295,62 @@ def test_a_web_server_is_no_store(bucket: str, proxy: FaultProxy) -> None:
         check_writable(url)
     with pytest.raises(StoreError, match="no S3 service answers there"):
         smdist.create_trial(url)
+
+
+# -- answers of 200 that mean nothing --------------------------------------------------------------
+
+WRITES = [("PUT", "/k$", 10), ("PUT", "partNumber=2", 17 * MIB), ("POST", "uploads", 17 * MIB)]
+
+
+EMPTY, PAGE = Answer(200, "", empty=True), Answer(200, "")
+
+
+@pytest.mark.parametrize("answer", [EMPTY, PAGE], ids=["empty", "page"])
+@pytest.mark.parametrize(("method", "target", "size"), WRITES)
+def test_what_is_answered_without_an_etag_is_sent_again(
+    bucket: str, proxy: FaultProxy, answer: Answer, method: str, target: str, size: int
+) -> None:
+    rule = proxy.inject(answer, method=method, target=target, times=2)
+    data = os.urandom(size)
+
+    async def work(store: S3Store) -> bytes:
+        await store.put("k", [data], if_absent=True)
+        return await store.get("k")
+
+    assert run(proxy.url(bucket), work) == data
+    assert rule.hits == 2
+
+
+@pytest.mark.parametrize(
+    "answer", [Answer(200, "InternalError"), Answer(200, "SlowDown"), EMPTY, PAGE], ids=str
+)
+def test_an_upload_is_not_complete_because_of_a_200(
+    rclone: Server, bucket: str, proxy: FaultProxy, answer: Answer
+) -> None:
+    rule = proxy.inject(answer, method="POST", target="uploadId=", times=2)
+    data = os.urandom(17 * MIB)
+
+    async def work(store: S3Store) -> bytes:
+        await store.put("k", [data])
+        return await store.get("k")
+
+    assert run(proxy.url(bucket), work) == data
+    assert rule.hits == 2
+    assert rclone.uploads(bucket) == []
+
+
+@pytest.mark.parametrize("size", [10, 17 * MIB])
+def test_a_proxy_that_answers_200_to_everything_stores_nothing(
+    bucket: str, proxy: FaultProxy, size: int
+) -> None:
+    proxy.inject(EMPTY)
+    options = replace(OPTIONS, deadline_s=1.0)
+    with pytest.raises(StoreError, match=r"'k'.*without (ETag|UploadId).*attempts") as caught:
+        run(proxy.url(bucket), lambda store: store.put("k", [bytes(size)]), options)
+    assert not isinstance(caught.value, StoreForbidden)
+    options = replace(OPTIONS, probe_timeout_s=2.0)
+    with pytest.raises(StoreError, match="without ETag"):
+        run(proxy.url(bucket), lambda store: store.check(), options)
 
 
 # -- asked early ---------------------------------------------------------------------------------

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from smdist import create_trial
+from smdist.format.manifest import CollectionInfo, Session, session_key
 from smdist.identity import ModeKeys
-from smdist.manifest import CollectionInfo, Session, session_key
-from smdist.storage import open_store, sync
-from smdist.workers.summary import Summary
+from smdist.storage import loop_thread as sync
+from smdist.storage import open_store
+from smdist.workers.upload.summaries import Summary
 from tests.faults.proxy import FaultProxy, proxied
 from tests.integration.rig import until
 from tests.integration.s3_jobs import assert_equals_copies, run_job, start_job

@@ -24,7 +24,7 @@ from smdist.errors import (
     StoreFull,
 )
 from smdist.storage import check_writable, open_store
-from smdist.storage.s3 import S3Options, S3Statistics, S3Store, open_s3
+from smdist.storage.s3.store import S3Options, S3Statistics, S3Store, open_s3
 from tests.faults.leaks import assert_no_secret, no_leaks
 from tests.faults.proxy import (
     Answer,

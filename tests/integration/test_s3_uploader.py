@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from smdist.workers.spool import UploadOptions
+from smdist.workers.spool.spool import UploadOptions
 from tests.faults.leaks import assert_no_secret, assert_told_without_secret, no_leaks
 from tests.faults.proxy import Answer, FaultProxy, HalfOpen, proxied
 from tests.integration.rig import (

@@ -8,10 +8,11 @@ import uuid
 import numpy as np
 import pytest
 
-from smdist.coordination.watch import Watch
+from smdist.coordination.service.directory_watcher import Watch
 from smdist.identity import ModeKeys
-from smdist.storage import open_store, sync
-from smdist.storage.below import Below, folders
+from smdist.storage import loop_thread as sync
+from smdist.storage import open_store
+from smdist.storage.subtree import Below, folders
 from tests.run_builder import RankWriter, RunBuilder
 from tests.servers.s3 import Server, aws, moto, rclone
 

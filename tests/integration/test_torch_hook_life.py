@@ -21,15 +21,16 @@ from torch import nn
 
 import smdist.pytorch as smd
 from smdist import kernel
-from smdist.coordination.membership import RankStatus
+from smdist.coordination.view.membership import RankStatus
 from smdist.errors import (
     ConfigurationError,
     InvalidCollectionConfiguration,
     RunExists,
     StoreError,
 )
-from smdist.workers import outlet, torch_parameters
-from smdist.workers.supervisor import Supervisor
+from smdist.workers.hook import capture_session as outlet
+from smdist.workers.torch_adapter import parameters as torch_parameters
+from smdist.workers.upload.process import Supervisor
 from tests.integration.torch_jobs import ALL, Net, beside_waiting, hooked, read, train
 
 REPOSITORY = Path(__file__).parents[2]
@@ -609,12 +610,35 @@ def interrupt_a_copy(monkeypatch: pytest.MonkeyPatch, handler: Callable[..., obj
     copy = kernel.copy
     signal.signal(signal.SIGUSR1, handler)
 
-    def interrupted(*args: Any) -> None:
+    def interrupted(*args: Any) -> int:
         monkeypatch.setattr(kernel, "copy", copy)
         signal.raise_signal(signal.SIGUSR1)
-        copy(*args)
+        return copy(*args)
 
     monkeypatch.setattr(kernel, "copy", interrupted)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda hook, net: hook.register_module(net),
+        lambda hook, net: hook.register_hook(net),
+        lambda hook, net: hook.register_loss(net),
+        lambda hook, net: hook.register_optimizer(torch.optim.SGD(net.parameters(), 0.1)),
+        lambda hook, net: hook.record_tensor_value("loss", torch.zeros(1)),
+        lambda hook, net: hook.save_scalar("loss", 1.0),
+    ],
+    ids=["module", "hook", "loss", "optimizer", "record", "save"],
+)
+def test_who_goes_on_with_a_closed_hook_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, use: Callable[[smd.Hook, Net], None]
+) -> None:
+    with hooked(tmp_path / "run") as hook:
+        pass
+    for _ in range(2):
+        use(hook, Net())
+    told = [record.getMessage() for record in caplog.records]
+    assert len([line for line in told if "is closed: nothing more is captured" in line]) == 1
 
 
 @pytest.mark.usefixtures("own_signal")

@@ -116,3 +116,20 @@ def test_so_are_those_that_a_script_makes_of_them_later(
         hook.register_module(net)
         train(net, 1)
     assert "start_step=10 on and before end_step=5" in caplog.text
+
+
+def test_patterns_that_matched_nothing_are_told_at_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = Net()
+    with hooked(tmp_path / "run", include_collections=["mine", "gradients"]) as hook:
+        hook.get_collection("mine").include(["fc1.weight", "fc3", "(?i)FC1.bias"])
+        hook.register_module(net)
+        train(net, 2)
+        assert "fc3" not in caplog.text
+    ((told,),) = read(tmp_path / "run").troubles().values()
+    assert told == (
+        "include_regex 'fc3' of collection 'mine' matched no tensor: it saved nothing; compare it "
+        "with trial.tensor_names()"
+    )
+    assert caplog.text.count(told) == 1

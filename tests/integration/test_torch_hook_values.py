@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import enum
+import math
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +15,7 @@ import torch
 from torch import nn
 
 import smdist.pytorch as smd
+from smdist.errors import ConfigurationError
 from tests.integration.torch_jobs import (
     PARAMETERS,
     Net,
@@ -35,6 +41,28 @@ def test_scalars_stay_at_their_step_whatever_the_interval(tmp_path: Path) -> Non
     assert {step: float(value) for step, value in values.items()} == {
         step: step * 1.5 for step in range(8)
     }
+
+
+def test_threads_that_save_first_at_once_begin_one_session(tmp_path: Path) -> None:
+    start = threading.Barrier(4)
+
+    def save(hook: smd.Hook, first: int) -> None:
+        start.wait()
+        for number in range(first, first + 5):
+            hook.save_tensor(f"t{number}", torch.full((300,), float(number)))
+
+    with hooked(tmp_path / "run") as hook:
+        hook.step()
+        threads = [threading.Thread(target=save, args=(hook, 5 * i)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    trial = read(tmp_path / "run")
+    assert trial.troubles() == {}
+    for number in range(20):
+        (value,) = trial.tensor(f"t{number}").values().values()
+        assert (value == number).all()
 
 
 def test_arrays_of_the_other_byte_order_have_the_same_values(tmp_path: Path) -> None:
@@ -182,6 +210,96 @@ def test_tensors_join_every_collection_they_are_given(tmp_path: Path) -> None:
     assert trial.tensor_names(collection="losses") == ["a"]
     assert trial.tensor_names(collection="sm_metrics") == ["scalar/metric"]
     assert same(trial.tensor("a").value(0), np.arange(3))
+
+
+class Enumerated(str, enum.Enum):
+    NAME = "enumerated"
+
+
+@pytest.mark.parametrize("name", [5, None, b"loss", ["loss"], torch.zeros(3)])
+def test_a_name_that_is_no_text_is_refused_at_once(tmp_path: Path, name: Any) -> None:
+    hook = smd.Hook(tmp_path / "run", rank=1, world_size=2)  # also where nothing is saved
+    calls: list[Callable[[], object]] = [
+        lambda: hook.save_tensor(name, torch.zeros(2)),
+        lambda: hook.save_scalar(name, 1.0),
+        lambda: hook.record_tensor_value(name, torch.zeros(2)),
+        lambda: hook.get_collection(name),
+        lambda: hook.get_collection(name, create=False),
+    ]
+    if not isinstance(name, list):  # of which there may be several in a call
+        calls += [
+            lambda: hook.save_tensor("ok", torch.zeros(2), collections_to_write=name),
+            lambda: hook.save_tensor("ok", torch.zeros(2), collections_to_write=[name]),
+            lambda: hook.get_collection("mine").include(name),
+            lambda: hook.get_collection("mine").add_tensor_name(name),
+        ]
+    for call in calls:
+        with pytest.raises(ConfigurationError, match="text") as caught:
+            call()
+        assert len(str(caught.value)) <= 160
+    hook.close()
+    assert hook.errors == 0
+
+
+def test_text_of_any_kind_is_a_name(tmp_path: Path) -> None:
+    with hooked(tmp_path / "run", include_collections=["np"]) as hook:
+        hook.get_collection(np.str_("np")).include(np.str_("^w"))
+        hook.get_collection("np").add_tensor_name(np.str_("b"))
+        hook.save_tensor(np.str_("x"), np.arange(3), np.str_("np"))
+        hook.save_tensor("y", np.arange(3), [Enumerated.NAME])
+        hook.save_scalar(Enumerated.NAME, 1)
+        hook.save_scalar(np.str_("z"), 2)
+        hook.step()
+    trial = read(tmp_path / "run")
+    assert set(trial.tensor_names()) == {"x", "y", "scalar/enumerated", "scalar/z"}
+    assert trial.tensor_names(collection="np") == ["x"]
+    assert trial.tensor_names(collection="enumerated") == ["y"]
+
+
+def test_the_time_of_a_scalar_is_kept_beside_it(tmp_path: Path) -> None:
+    net = Net()
+    with hooked(tmp_path / "run", include_collections=["losses"]) as hook:
+        hook.register_module(net)
+        for step, when in enumerate((1_700_000_000.25, np.float64(1.5), 0)):
+            net(torch.ones(2, 4))
+            hook.save_scalar("loss", step, timestamp=when)
+            hook.save_scalar("other", step)
+    trial = read(tmp_path / "run")
+    times = trial.tensor("timestamp/loss").values()
+    assert {step: float(value) for step, value in times.items()} == {
+        0: 1_700_000_000.25,
+        1: 1.5,
+        2: 0.0,
+    }
+    assert trial.tensor("scalar/loss").values() == {0: 0, 1: 1, 2: 2}
+    assert not trial.has_tensor("timestamp/other")
+
+
+def test_times_of_values_that_begin_their_steps_go_with_them(tmp_path: Path) -> None:
+    with hooked(tmp_path / "run", include_collections=["losses"]) as hook:
+        net = Net()
+        hook.register_module(net)
+        net(torch.ones(2, 4))
+        hook.set_mode(EVAL)
+        for epoch in range(3):
+            hook.save_scalar("score", epoch, timestamp=100.0 + epoch)
+    trial = read(tmp_path / "run")
+    scores, times = trial.tensor("scalar/score"), trial.tensor("timestamp/score")
+    assert scores.values(mode=EVAL) == {0: 0, 1: 1, 2: 2}
+    assert times.values(mode=EVAL) == {0: 100.0, 1: 101.0, 2: 102.0}
+
+
+@pytest.mark.parametrize(
+    "when", [True, "now", "12", b"1", -1.0, math.nan, math.inf, 1.7e12, 10**400, [1.0], np.ones(2)]
+)
+def test_a_time_that_is_none_is_refused(tmp_path: Path, when: Any) -> None:
+    with (
+        hooked(tmp_path / "run") as hook,
+        pytest.raises(ConfigurationError, match="seconds since 1970") as caught,
+    ):
+        hook.save_scalar("loss", 1.0, timestamp=when)
+    assert len(str(caught.value)) <= 160
+    assert hook.usage() is None, "nothing was saved"
 
 
 def test_functional_losses(tmp_path: Path) -> None:

@@ -16,11 +16,13 @@ import msgspec
 import pytest
 from safetensors import safe_open
 
-from smdist.manifest import Heartbeat, RankManifest
-from smdist.record import Close, End, Flush, Inline, Part
-from smdist.workers.processes import alive
-from smdist.workers.spool import Spool, UploadOptions
-from smdist.workers.supervisor import LEFT_BEHIND, uploader_command
+from smdist import kernel
+from smdist.format.journal_records import Close, Declare, End, Flush, Inline, Part, TensorSpec
+from smdist.format.manifest import Heartbeat, RankManifest
+from smdist.processes import alive
+from smdist.workers.spool.journal import JournalWriter
+from smdist.workers.spool.spool import Spool, UploadOptions
+from smdist.workers.upload.process import LEFT_BEHIND, uploader_command
 from tests.integration.rig import (
     TRAIN,
     Job,
@@ -95,6 +97,41 @@ def test_segments_open_with_safetensors(job: Job, tmp_path: Path) -> None:
     assert sorted(names) == sorted(
         f"train/{step}/{name}" for step in range(job.steps) for name in ("weight", "scalar/x")
     )
+
+
+def anonymous_mib(pid: int) -> float:
+    """Memory of a process that is no file's, as caches and shared pages are; 0 once it has ended."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) / 1024
+    return 0.0
+
+
+def test_small_steps_by_the_thousand_take_little_memory(job: Job, tmp_path: Path) -> None:
+    """All of them wait in the journal when the uploader starts; they would take 150 MiB at once."""
+    count, steps = 500, 300
+    names = [f"scalar/{i}" for i in range(count)]
+    specs = tuple(TensorSpec(n, "F64", (), 8, 8 * i, -1, ()) for i, n in enumerate(names))
+    job = msgspec.structs.replace(job, upload=UploadOptions(nice=0))
+    spool = make_spool(job, pid=start_dead_trainer())
+    data, kind = bytes(8 * count), Declare(0, (), specs, 8 * count)
+    (spool.path / "arena-0").write_bytes(data)
+    guard = kind.guard(kernel.address_of(bytearray(data)))
+    journal = JournalWriter(spool)
+    journal.append(kind)
+    for step in range(steps):
+        journal.append(Part(TRAIN, step, step, time.time(), 0, 0, 0, guard))
+        journal.append(Close(TRAIN, step, step, time.time()))
+    journal.close()
+    uploader, most = start_uploader(spool, tmp_path / "stderr"), 0.0
+    while uploader.poll() is None:
+        most = max(most, anonymous_mib(uploader.pid))
+        time.sleep(0.002)
+    assert uploader.returncode == 0, (tmp_path / "stderr").read_text()
+    assert 5 < most < 100
+    manifests = sorted((tmp_path / "out/manifests/worker_0").iterdir())
+    found = [msgspec.json.decode(path.read_bytes(), type=RankManifest) for path in manifests]
+    assert [entry.step for each in found for entry in each.steps] == list(range(steps))
 
 
 def test_killed_at_random_moments_nothing_is_lost_or_doubled(job: Job, tmp_path: Path) -> None:
@@ -293,7 +330,9 @@ def test_overflow_on_disk_is_read_and_removed(job: Job, tmp_path: Path) -> None:
     job = msgspec.structs.replace(job, overflow=str(overflow), arena=1)
     (tmp_path / "out").write_text("in the way")
     with rank_process(job, tmp_path) as rank:
-        assert (overflow / f"smdist-{os.geteuid()}" / rank.spool.name / "arena-1").exists()
+        assert (
+            overflow / f"smdist-{os.geteuid()}" / f"{rank.spool.name}-overflow" / "arena-1"
+        ).exists()
         (tmp_path / "out").unlink()
         rank.rest()
         until(lambda: not rank.spool.exists(), "the uploader to finish")
@@ -323,9 +362,9 @@ def test_records_that_make_no_sense_are_left_out_and_told(job: Job, tmp_path: Pa
     rank = Rank(spool, job)
     rank.step(0)
     beyond = rank.slot_bytes * job.slots
-    rank.append(Part(TRAIN, 1, 1, 0.0, 0, 0, beyond))  # behind the arena's end
-    rank.append(Part(TRAIN, 1, 1, 0.0, 0, 7, 0))  # no such arena
-    rank.journal.append(Part(TRAIN, 1, 1, 0.0, 99, 0, 0))  # never declared
+    rank.append(Part(TRAIN, 1, 1, 0.0, 0, 0, beyond, 0))  # behind the arena's end
+    rank.append(Part(TRAIN, 1, 1, 0.0, 0, 7, 0, 0))  # no such arena
+    rank.journal.append(Part(TRAIN, 1, 1, 0.0, 99, 0, 0, 0))  # never declared
     rank.append(Inline(99, 1, 1, 0.0, 1, b""))  # no such mode
     rank.scalar(1)
     rank.append(Close(TRAIN, 1, 1, 0.0))

@@ -53,6 +53,7 @@ def environment(**more: str) -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_AUTH_MODE": "disabled",  # whatever token the account has
     }
     # A killed node refuses connections and is missed after seconds. One that only takes long to
     # answer, on a machine that stands still for a while, is not: its head would end itself.
@@ -77,7 +78,7 @@ def until(condition: Callable[[], Any], what: str, timeout_s: float = 120.0) -> 
 class Node:
     """A raylet with its workers; for a head, the cluster's own processes too."""
 
-    def __init__(self, folder: Path, *flags: str) -> None:
+    def __init__(self, folder: Path, *flags: str, **more: str) -> None:
         folder.mkdir(parents=True)
         self.folder = folder
         self.log = folder / "log"
@@ -93,7 +94,7 @@ class Node:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=environment(),
+                env=environment(**more),
                 cwd=folder,
                 start_new_session=True,
             )
@@ -133,11 +134,11 @@ class Node:
 class Cluster:
     """A head on free ports, and nodes that were added to it."""
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, *flags: str, **more: str) -> None:
         # Ray's sockets lie below: their path is short, pytest's is not.
         self.folder = Path(tempfile.mkdtemp(prefix="smr-", dir="/tmp"))
         self.nodes: list[Node] = []
-        self._flags = flags
+        self._flags, self._more = flags, more
         self.jobs = ""  # address of the job server, if it was asked for
         self.start()
 
@@ -149,7 +150,7 @@ class Cluster:
             flags.append("--include-dashboard=false")
         if not any(flag.startswith("--num-cpus") for flag in self._flags):
             flags.append("--num-cpus=0")
-        self.head = Node(self.folder / f"n{len(self.nodes)}", *flags, *self._flags)
+        self.head = Node(self.folder / f"n{len(self.nodes)}", *flags, *self._flags, **self._more)
         self.nodes.append(self.head)
         self.head.wait()
         self.address = (self.head.folder / "ray_current_cluster").read_text().strip()
@@ -158,7 +159,7 @@ class Cluster:
         folder = self.folder / f"n{len(self.nodes)}"
         if not any(flag.startswith("--num-cpus") for flag in flags):
             flags = ("--num-cpus=0", *flags)
-        node = Node(folder, f"--address={self.address}", *flags)
+        node = Node(folder, f"--address={self.address}", *flags, **self._more)
         self.nodes.append(node)
         return node.wait()
 
@@ -234,8 +235,9 @@ class DriverError(Exception):
 
 
 @contextmanager
-def start_cluster(*flags: str) -> Iterator[Cluster]:
-    cluster = Cluster(*flags)
+def start_cluster(*flags: str, **more: str) -> Iterator[Cluster]:
+    """`more`: environment of its processes."""
+    cluster = Cluster(*flags, **more)
     try:
         yield cluster
     finally:

@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 
-from smdist.coordination import launcher
-from smdist.coordination.client import CoordinatorClient
-from smdist.coordination.coordinator import Settings
-from smdist.coordination.launcher import Attachment
+from smdist.coordination.ray_actor import launcher
+from smdist.coordination.ray_actor.client import CoordinatorClient
+from smdist.coordination.ray_actor.coordinator import Settings
+from smdist.coordination.ray_actor.launcher import Attachment
 from smdist.identity import ModeKeys
 
 Order = dict[str, Any]

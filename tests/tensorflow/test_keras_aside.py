@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from smdist.workers.tf_aside import ask, compiled, tell, tell_when
+from smdist.workers.tf_adapter.graph_callbacks import ask, compiled, tell, tell_when
 
 
 def reduction(tensor: Any) -> Any:

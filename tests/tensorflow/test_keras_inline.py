@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import smdist.tensorflow as smd
-from smdist.workers.keras_recording import Recording
-from smdist.workers.keras_taps import Taps
+from smdist.workers.keras_adapter.recording import Recording
+from smdist.workers.keras_adapter.taps import Taps
 from tests.tensorflow.keras_jobs import (
     BATCH,
     GRADIENTS,

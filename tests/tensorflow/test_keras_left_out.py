@@ -11,8 +11,8 @@ import pytest
 import tensorflow as tf
 
 import smdist.tensorflow as smd
-from smdist.workers import keras_recording
-from smdist.workers.tf_host import array_of
+from smdist.workers.keras_adapter import recording as keras_recording
+from smdist.workers.tf_adapter.tensor_access import array_of
 from tests.tensorflow.keras_jobs import (
     BATCH,
     close,

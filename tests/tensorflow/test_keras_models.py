@@ -14,9 +14,9 @@ import pytest
 import tensorflow as tf
 
 import smdist.tensorflow as smd
-from smdist.workers.keras_functions import StepFunction
-from smdist.workers.keras_known import Known
-from smdist.workers.keras_phase import MODES
+from smdist.workers.keras_adapter.model_cache import Known
+from smdist.workers.keras_adapter.phase import MODES
+from smdist.workers.keras_adapter.step_function import StepFunction
 from tests.tensorflow.keras_jobs import (
     BATCH,
     RATE,

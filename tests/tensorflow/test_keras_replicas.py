@@ -13,7 +13,7 @@ import pytest
 
 import smdist.tensorflow as smd
 from smdist import kernel
-from smdist.coordination.membership import RankStatus
+from smdist.coordination.view.membership import RankStatus
 from smdist.trials import Trial
 from tests.example_runs import run_example
 from tests.tensorflow import mirrored_job
@@ -121,13 +121,13 @@ def interrupt_a_save(
     copy, left = kernel.copy, lane
     signal.signal(signal.SIGUSR1, handler)
 
-    def interrupted(*args: Any) -> None:
+    def interrupted(*args: Any) -> int:
         nonlocal left
         left -= 1
         if left < 0:
             monkeypatch.setattr(kernel, "copy", copy)
             signal.raise_signal(signal.SIGUSR1)
-        copy(*args)
+        return copy(*args)
 
     monkeypatch.setattr(kernel, "copy", interrupted)
 

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from smdist.codec import dtype_code
+from smdist import kernel
+from smdist.format.dtypes import dtype_code
+from smdist.format.journal_records import Close, Declare, Inline, Part, Piece, Record, TensorSpec
 from smdist.identity import ModeKeys
-from smdist.record import Close, Declare, Inline, Part, Piece, Record, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,7 +48,8 @@ class Scribe:
             return self.say(Inline(*place, data), kind)
         offset = len(self.arena)
         self.arena += data + bytes(-len(data) % 8)
-        return self.say(Part(*place, 0, offset), kind)
+        guard = kind.guard(kernel.address_of(data))
+        return self.say(Part(*place, 0, offset, guard), kind)
 
     def close(self, mode_step: int, *, mode: ModeKeys = ModeKeys.TRAIN, time: float = 0.0) -> Piece:
         return self.say(Close(mode.value, mode_step, mode_step, time))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from smdist.workers.arena import GROWTH, Arena
+from smdist.workers.capture.arena import GROWTH, Arena
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smdist.manifest import Session
-from smdist.workers.attempt import LONG_BEFORE_S, Newcomer, choose_attempt, may_join
+from smdist.format.manifest import Session
+from smdist.workers.join.attempt import LONG_BEFORE_S, Newcomer, choose_attempt, may_join
 
 
 def session(rank: int = 0, attempt: int = 0, **facts: object) -> Session:

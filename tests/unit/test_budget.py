@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smdist.workers.budget import MOST_STRIDE, Budget, Spent
+from smdist.workers.hook.overhead_budget import MOST_STRIDE, Budget, Spent
 
 
 @dataclass

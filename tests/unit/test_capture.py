@@ -13,18 +13,18 @@ import numpy.typing as npt
 import pytest
 
 from smdist import kernel
-from smdist.codec import dtype_code, numpy_dtype
+from smdist.format.dtypes import dtype_code, numpy_dtype
+from smdist.format.journal_records import Close, Drop, End, Flush, Inline, Part, Piece, Trouble
+from smdist.format.manifest import Run, Session
 from smdist.identity import ModeKeys, StepRef
-from smdist.manifest import Run, Session
+from smdist.kernel.tensor_stats import derive
 from smdist.planning import TensorPlan
-from smdist.record import Close, Drop, End, Flush, Inline, Part, Piece, Trouble
-from smdist.statistics import derive
-from smdist.workers.capture import Capture, CaptureLimits
-from smdist.workers.host import NumpyHost
-from smdist.workers.journal import JournalReader
-from smdist.workers.ledger import Ledger
-from smdist.workers.part import PartPlan, Wanted, plan_part
-from smdist.workers.spool import Spool, SpoolInfo, UploadOptions
+from smdist.workers.capture.capture import Capture, CaptureLimits
+from smdist.workers.capture.part_plan import PartPlan, Wanted, plan_part
+from smdist.workers.capture.tensor_access import NumpyHost
+from smdist.workers.spool.ack_page import Ledger
+from smdist.workers.spool.journal import JournalReader
+from smdist.workers.spool.spool import Spool, SpoolInfo, UploadOptions
 
 Array = npt.NDArray[np.generic]
 RAW = TensorPlan(raw=True, reductions=frozenset(), collections=("weights",))
@@ -52,9 +52,8 @@ def spool(tmp_path: Path) -> Spool:
         UploadOptions(),
         1,
         0,
-        str(tmp_path / "disk" / "smdist" / "overflow"),
     )
-    return Spool.create(info, tmp_path / "memory")
+    return Spool.create(info, tmp_path / "memory", tmp_path / "disk")
 
 
 @pytest.fixture
@@ -87,7 +86,8 @@ def read(spool: Spool) -> list[Piece]:
 def bytes_of(spool: Spool, record: Part | Inline) -> bytes:
     if isinstance(record, Inline):
         return record.data
-    return spool.find(f"arena-{record.arena}").read_bytes()[record.offset :]
+    with spool.reading(f"arena-{record.arena}") as handle:
+        return handle.read()[record.offset :]
 
 
 def tensors_of(spool: Spool) -> dict[tuple[int, str], Array]:
@@ -327,9 +327,8 @@ def test_journal_rotation_keeps_every_file_readable_alone(
 
 def test_memory_that_runs_out_of_room_goes_on_disk(small_disk: Path, tmp_path: Path) -> None:
     session = Session("s" * 32, 0, 1, 0, "all", 0.0, "host", 1, "")
-    overflow = tmp_path / "disk" / "smdist" / "overflow"
-    info = SpoolInfo(Run("run", 0.0, "numpy"), session, "out", UploadOptions(), 1, 0, str(overflow))
-    spool = Spool.create(info, small_disk)
+    info = SpoolInfo(Run("run", 0.0, "numpy"), session, "out", UploadOptions(), 1, 0)
+    spool = Spool.create(info, small_disk, tmp_path / "disk")
     lines: list[str] = []
     limits = CaptureLimits(buffer_bytes=64 << 20)
     capture: Capture[Array] = Capture(spool, NumpyHost(), limits, lines.append)
@@ -341,7 +340,7 @@ def test_memory_that_runs_out_of_room_goes_on_disk(small_disk: Path, tmp_path: P
     found = tensors_of(spool)
     for number, array in enumerate(arrays):
         np.testing.assert_array_equal(found[number, "big"], array)
-    assert (overflow / "arena-1").exists()
+    assert (spool.overflow / "arena-1").exists()
     assert any("disk" in line for line in lines)
     capture.close()
 
@@ -515,6 +514,8 @@ def test_what_a_signal_interrupts_is_recorded_and_not_written_over(
     capture.end()
     pieces = read(spool)
     assert [piece.ordinal for piece in pieces] == list(range(len(pieces)))
-    assert len(pieces) == 4 * 3 + 3
+    assert len(pieces) == 4 * 3 + 4
+    (drop,) = [piece.record for piece in pieces if isinstance(piece.record, Drop)]
+    assert (drop.step, drop.names) == (1, ("g1",)), "nobody knows that it is there"
     for number, (_, arrays) in enumerate(parts):
         np.testing.assert_array_equal(tensors_of(spool)[1, f"g{number}"], arrays[0])

@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 import smdist
 from smdist import kernel
 from smdist.cli.app import app
-from smdist.coordination.watcher import Watcher
-from smdist.storage import LocalStore, sync
+from smdist.coordination.service.run_watcher import Watcher
+from smdist.storage import LocalStore
+from smdist.storage import loop_thread as sync
 from tests.run_builder import RunBuilder
 from tests.unit.test_merge_once import finish, work
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import save
 
-from smdist.codec import (
+from smdist.errors import CaptureError
+from smdist.format.dtypes import (
     HeaderEntry,
     decode,
     dtype_code,
@@ -21,7 +22,6 @@ from smdist.codec import (
     parse_header,
     portable_form,
 )
-from smdist.errors import CaptureError
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
-from smdist.collection import Collection, CollectionKeys
 from smdist.config import PYTORCH, CollectionManager
+from smdist.config.collection import Collection, CollectionKeys
+from smdist.config.reduction_config import ReductionConfig
+from smdist.config.save_config import SaveConfig
+from smdist.config.save_config_mode import SaveConfigMode
+from smdist.config.schedule import Schedule
 from smdist.errors import ConfigurationError
 from smdist.identity import ModeKeys
-from smdist.reduction import ReductionConfig
-from smdist.schedule import SaveConfig, SaveConfigMode, Schedule
 
 
 class Ear:

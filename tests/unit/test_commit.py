@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from smdist.errors import ObjectExists, StoreError, StoreForbidden
-from smdist.manifest import (
+from smdist.format.fold import Fold
+from smdist.format.journal_records import Describe
+from smdist.format.manifest import (
     RankManifest,
     Session,
     StepEntry,
@@ -18,14 +19,13 @@ from smdist.manifest import (
     segment_key,
     summary_key,
 )
-from smdist.pipeline.fold import Fold
-from smdist.pipeline.segment import Segment
-from smdist.record import Describe
+from smdist.format.segment import Segment
+from smdist.format.stored_json import encode
 from smdist.storage import Buffer, MemoryStore
-from smdist.workers.batch import Batch, nothing
-from smdist.workers.commit import Committer, Ending, ResumePoint, resume_point
-from smdist.workers.ledger import Ledger
-from smdist.workers.patience import Conflict, GaveUp, Patience
+from smdist.workers.spool.ack_page import Ledger
+from smdist.workers.upload.batch import Batch, nothing
+from smdist.workers.upload.commit import Committer, Ending, ResumePoint, resume_point
+from smdist.workers.upload.retry import Conflict, GaveUp, Patience
 
 SESSION = Session("mine", 0, 1, 0, "all", 0.0, "host", 1, "")
 
@@ -64,7 +64,8 @@ def make_batch(seq: int, first: int, upto: int, described: bytes = b"") -> Batch
 
 
 def manifest(seq: int, upto: int, session: str = "mine") -> bytes:
-    return msgspec.json.encode(RankManifest(session, 0, 1, 0, "all", seq, 0, upto, "active", 0.0))
+    made = RankManifest(session, 0, 1, 0, "all", seq, 0, upto, "active", 0.0)
+    return encode(made, manifest_key("worker_0", 0, seq))
 
 
 def committer(store: Watched, ledger: Ledger) -> Committer:
@@ -238,7 +239,7 @@ def test_it_goes_on_behind_the_newest_manifest_of_this_attempt() -> None:
 def naming(seq: int, upto: int, segment: str) -> bytes:
     steps = (StepEntry(1, 0, 0, 0, True, "layout", segment, 0, 0.0, 0.0),)
     made = RankManifest("mine", 0, 1, 0, "all", seq, 0, upto, "active", 0.0, steps)
-    return msgspec.json.encode(made)
+    return encode(made, manifest_key("worker_0", 0, seq))
 
 
 def test_segments_that_no_manifest_can_come_to_name_are_removed() -> None:

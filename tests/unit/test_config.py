@@ -8,14 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smdist.collection import Collection
 from smdist.config import PYTORCH, Framework, HookConfig
-from smdist.config.hook import CONFIG_VARIABLE, SAGEMAKER_OUT_DIR
+from smdist.config.collection import Collection
+from smdist.config.hook_config import CONFIG_VARIABLE, SAGEMAKER_OUT_DIR
 from smdist.config.parameters import PARAMETERS, Place, keys_in
+from smdist.config.reduction_config import ReductionConfig
+from smdist.config.save_config import SaveConfig
+from smdist.config.save_config_mode import SaveConfigMode
+from smdist.config.schedule import SAVE_KEYS, Schedule
 from smdist.errors import ConfigurationError, NoConfigurationFile, UnknownKey
 from smdist.identity import ModeKeys
-from smdist.reduction import ReductionConfig
-from smdist.schedule import SAVE_KEYS, SaveConfig, SaveConfigMode, Schedule
+from smdist.workers.hook.process_settings import Whereabouts
 
 TRAIN, EVAL, PREDICT, GLOBAL = ModeKeys.TRAIN, ModeKeys.EVAL, ModeKeys.PREDICT, ModeKeys.GLOBAL
 TEN = Framework("ten", collections={"metrics": ("m",)}, always=("metrics",), save_interval=10)
@@ -129,11 +132,35 @@ def test_include_workers(given: Any, read: Any) -> None:
         ({"buffer_bytes": 0}, "buffer_bytes=0 is too small"),
         ({"linger_s": -1}, "linger_s=-1"),
         ({"linger_s": "soon"}, "linger_s='soon' is not a number"),
+        ({"linger_s": float("nan")}, "linger_s=nan is not a number; give one of at least 0"),
+        ({"linger_s": float("inf")}, "linger_s=inf has no end; give a number"),
+        ({"linger_s": 10**400}, "linger_s=10*0 is not a number"),
+        ({"drain_deadline_s": float("inf")}, "drain_deadline_s=inf has no end"),
+        ({"drain_deadline_s": "Infinity"}, "drain_deadline_s='Infinity' has no end"),
+        ({"drain_deadline_s": "nan"}, "drain_deadline_s='nan' is not a number"),
+        ({"drain_deadline_s": -0.5}, "drain_deadline_s=-0.5 is too small"),
+        ({"overhead_budget": float("nan")}, "overhead_budget=nan"),
+        ({"overhead_budget": float("inf")}, "overhead_budget=inf"),
+        ({"buffer_bytes": float("inf")}, "buffer_bytes=inf is not a whole number"),
     ],
 )
 def test_wrong_arguments_name_key_and_remedy(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         HookConfig.from_arguments(PYTORCH, **({"out_dir": "o", **arguments} if arguments else {}))
+
+
+def test_a_relative_place_in_a_directory_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    why = "relative to a directory that was removed"
+    with pytest.raises(ConfigurationError, match=f"out_dir='run': it is {why}; give an absolute"):
+        HookConfig.from_arguments(PYTORCH, out_dir="run")
+    with pytest.raises(ConfigurationError, match=rf"spool_dir='spools' .*{why}\); give a dir"):
+        Whereabouts.read(spool_dir="spools")
+    assert HookConfig.from_arguments(PYTORCH, out_dir=tmp_path).out_dir == str(tmp_path)
 
 
 def test_unknown_argument_names_the_nearest() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smdist.coordination.commit import (
+from smdist.coordination.service.leadership import (
     Cadence,
     Claim,
     Lease,
@@ -20,8 +20,8 @@ from smdist.coordination.commit import (
     safe_writer,
     snapshot_due,
 )
-from smdist.coordination.snapshot import Pointer
-from smdist.storage.base import check_key
+from smdist.coordination.snapshot.pack import Pointer
+from smdist.storage.store import check_key
 
 CADENCE = Cadence(interval_s=1.0, lease_s=30.0, beat_s=15.0)
 

@@ -12,12 +12,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from smdist.coordination.inbox import INBOX_KEY, Address, Hint, Inbox, Post
-from smdist.coordination.watch import Watch
+from smdist.coordination.service.directory_watcher import Watch
+from smdist.coordination.service.hint_server import INBOX_KEY, Address, Hint, Inbox, Post
+from smdist.format.manifest import Session
+from smdist.format.stored_json import encode
 from smdist.identity import ModeKeys
-from smdist.manifest import Session
-from smdist.storage.memory import MemoryStore
-from smdist.workers.announce import Announcer
+from smdist.storage.in_memory import MemoryStore
+from smdist.workers.upload.hint_sender import Announcer
 from tests.faults.coordinator_driver import Life
 from tests.run_builder import RunBuilder
 
@@ -175,7 +176,7 @@ def test_an_announcement_that_makes_no_sense_harms_nobody(junk: bytes) -> None:
 def test_a_listener_that_says_nothing_holds_nobody_up() -> None:
     async def act(desk: Desk) -> None:
         with deaf_listener() as (host, port):
-            await desk.store.put(INBOX_KEY, [msgspec.json.encode(Post(host, port, "t", 1, 0.0))])
+            await desk.store.put(INBOX_KEY, [encode(Post(host, port, "t", 1, 0.0), INBOX_KEY)])
             desk.announcer.stored(0)
             task = desk.announcer._task
             assert task is not None

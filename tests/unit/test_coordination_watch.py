@@ -12,11 +12,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from smdist.coordination.membership import PATIENCE, Patience, rank_reports
-from smdist.coordination.snapshot import POINTER_KEY, Pointer, load_view
-from smdist.coordination.status import RankLine, RunStatus
-from smdist.coordination.watch import Watch
-from smdist.coordination.watcher import Watcher
+from smdist.coordination.service.directory_watcher import Watch
+from smdist.coordination.service.run_watcher import Watcher
+from smdist.coordination.snapshot.pack import POINTER_KEY, Pointer, load_view
+from smdist.coordination.view.membership import PATIENCE, Patience, rank_reports
+from smdist.coordination.view.status import RankLine, RunStatus
 from smdist.errors import (
     CoordinationError,
     NoSuchRun,
@@ -24,11 +24,12 @@ from smdist.errors import (
     StepUnavailable,
     WaitTimeout,
 )
+from smdist.format.manifest import RUN_KEY, Run, layout_key, manifest_key
+from smdist.format.stored_json import encode
 from smdist.identity import ModeKeys
-from smdist.manifest import RUN_KEY, Run, layout_key, manifest_key
-from smdist.storage.below import Below
+from smdist.storage.in_memory import MemoryStore
 from smdist.storage.local import LocalStore
-from smdist.storage.memory import MemoryStore
+from smdist.storage.subtree import Below
 from tests.faults.coordinator_driver import Life, from_scratch
 from tests.run_builder import RankWriter, RunBuilder
 
@@ -453,7 +454,7 @@ def test_a_last_snapshot_that_does_not_have_the_last_word_of_all_is_not_the_last
     bench.save(0)
     bench.turn()
     said = msgspec.structs.replace(bench.pointer(), final=True)
-    run(bench.store.put(POINTER_KEY, [msgspec.json.encode(said)]))
+    run(bench.store.put(POINTER_KEY, [encode(said, POINTER_KEY)]))
     bench.watcher = bench.another()
     run(bench.watcher.open())
     assert bench.state == "watching"
@@ -467,9 +468,7 @@ def begin_anew(bench: Bench, *, merged: bool) -> None:
     for key in [*bench.store.objects]:
         if not (merged and key.startswith("merged/")):
             del bench.store.objects[key]
-    bench.job = RunBuilder(bench.store, now=bench.time)
-    anew = Run("another", bench.time, "pytorch")
-    run(bench.store.put(RUN_KEY, [msgspec.json.encode(anew)]))
+    bench.job = RunBuilder(bench.store, now=bench.time, run_id="another")
 
 
 def is_right(bench: Bench) -> None:
@@ -596,7 +595,7 @@ def test_no_run_yet() -> None:
     with pytest.raises(NoSuchRun):
         run(Watcher("memory://empty", store=store).open())
     newer = Run("r", 0.0, "pytorch", format=99)
-    store.objects[RUN_KEY] = msgspec.json.encode(newer)
+    store.objects[RUN_KEY] = encode(newer, RUN_KEY)
     with pytest.raises(CoordinationError, match="format 99"):
         run(Watcher("memory://empty", store=store).open())
 
@@ -634,8 +633,8 @@ def test_a_torn_or_missing_object_stops_nobody(bench: Bench) -> None:
     assert any(torn in text for text in bench.watcher.status().troubles)
     bench.turns(200, 1.0, 0, 1)
     assert bench.watcher.latest_complete_step() == 5, "what comes after it is read"
-    assert bench.watcher.missing(2) == {0: "skipped"}
-    assert bench.watcher.missing(3) == {1: "skipped"}
+    assert bench.watcher.missing(2) == {0: "damaged"}
+    assert bench.watcher.missing(3) == {1: "damaged"}
     assert any("passed over" in text for text in bench.watcher.status().troubles)
     bench.store.objects[layout] = whole[layout]
     bench.turns(30, 1.0, 0, 1)

@@ -17,14 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smdist.errors import ConfigurationError, CorruptObject, ObjectExists, RunExists
-from smdist.manifest import session_key
-from smdist.storage.base import Buffer, Store
-from smdist.storage.memory import MemoryStore
-from smdist.workers.attempt import Newcomer
-from smdist.workers.enrol import Enrolment, enrol_async, intend, saves, worth_reading
-from smdist.workers.enrol import enter as enter_as
-from smdist.workers.rank import Identity
-from smdist.workers.spool import UNKNOWN_ATTEMPT
+from smdist.format.manifest import Run, session_key
+from smdist.format.stored_json import encode
+from smdist.storage.in_memory import MemoryStore
+from smdist.storage.store import Buffer, Store
+from smdist.workers.join.attempt import Newcomer
+from smdist.workers.join.enrol import Enrolment, enrol_async, intend, saves, worth_reading
+from smdist.workers.join.enrol import enter as enter_as
+from smdist.workers.join.rank import Identity
+from smdist.workers.spool.spool import UNKNOWN_ATTEMPT
 
 
 class Shelf(MemoryStore):
@@ -178,7 +179,7 @@ def test_explicit_attempt() -> None:
         ("run.json", b"epochs: 3", ConfigurationError, "did not write"),
         (
             "run.json",
-            b'{"run_id": "x", "created": 0, "framework": "pytorch", "format": 99}',
+            encode(Run("x", 0.0, "pytorch", format=99), "run.json"),
             ConfigurationError,
             "format 99",
         ),
@@ -194,6 +195,22 @@ def test_what_is_not_a_sound_run_is_left_alone(
     with pytest.raises(error, match=words):
         asyncio.run(enter(shelf, me(), resume=True))
     assert shelf.objects == {key: data}
+
+
+def test_a_manifest_of_a_rank_that_enters_meanwhile_is_no_remains() -> None:
+    class Busy(Shelf):
+        """Another rank enters and saves before this one looks for manifests."""
+
+        async def list(self, prefix: str = "", *, after: str = "") -> Sequence[str]:
+            if prefix == "manifests/" and "run.json" not in self.objects:
+                self.objects |= other.objects
+            return await super().list(prefix, after=after)
+
+    other = Shelf()
+    first = asyncio.run(enter(other, me(1)))
+    other.objects["manifests/worker_1/000000-00000000.json"] = b"{}"
+    made = asyncio.run(enter(Busy(), me(0)))
+    assert (made.run.run_id, made.session.attempt) == (first.run.run_id, 0)
 
 
 def test_large_jobs_read_few_sessions() -> None:
@@ -217,10 +234,10 @@ def test_who_saves(include: str | Sequence[int], rank: int, expected: bool) -> N
 ENROL = """
 import sys
 from smdist.errors import RunExists
-from smdist.storage import sync
+from smdist.storage import loop_thread as sync
 from smdist.storage.local import LocalStore
-from smdist.workers.enrol import enter, intend
-from smdist.workers.rank import resolve_rank
+from smdist.workers.join.enrol import enter, intend
+from smdist.workers.join.rank import resolve_rank
 try:
     intent = intend(resolve_rank(), include_workers="all", resume=len(sys.argv) > 2,
                     framework="pytorch")
@@ -263,7 +280,8 @@ def test_who_was_killed_after_entering_finds_its_own_session() -> None:
     intent = intend(identity, include_workers="all", resume=False, framework="pytorch", environ={})
     assert intent[0].attempt == UNKNOWN_ATTEMPT
     first = asyncio.run(enter_as(shelf, *intent))
-    assert first.session == msgspec.structs.replace(intent[0], attempt=0)
+    run_id = first.run.run_id
+    assert first.session == msgspec.structs.replace(intent[0], attempt=0, run_id=run_id)
     before = dict(shelf.objects)
     assert asyncio.run(enter_as(shelf, *intent)) == first
     assert shelf.objects == before

@@ -16,16 +16,16 @@ import smdist
 ROOT = Path(__file__).parents[2]
 # Which of our files may import an optional dependency while they are themselves imported.
 ADAPTERS = {
-    "aiobotocore": "smdist/storage/s3*.py",
-    "boto3": "smdist/storage/s3*.py",
-    "botocore": "smdist/storage/s3*.py",
+    "aiobotocore": "smdist/storage/s3/*.py",
+    "boto3": "smdist/storage/s3/*.py",
+    "botocore": "smdist/storage/s3/*.py",
     "horovod": "",
-    "mxnet": "workers/mxnet_*.py",
+    "mxnet": "workers/mxnet_adapter/*.py",
     "pandas": "",
-    "ray": "coordination/*.py",
-    "tensorflow": "workers/[kst][ef]*.py",  # keras_*, session_*, tf_*
-    "torch": "workers/torch_*.py",
-    "xgboost": "workers/xgboost_*.py",
+    "ray": "coordination/ray_actor/*.py",
+    "tensorflow": "workers/[kt][ef]*_adapter/*.py",
+    "torch": "workers/torch_adapter/*.py",
+    "xgboost": "workers/xgboost_adapter/*.py",
 }
 
 

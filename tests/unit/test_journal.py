@@ -10,18 +10,28 @@ from hypothesis import strategies as st
 
 from smdist import kernel
 from smdist.errors import SpoolUnavailable
-from smdist.manifest import Run, Session
-from smdist.record import Close, Declare, End, Flush, Inline, Part, Record, TensorSpec, Trouble
-from smdist.workers.journal import JournalFileFull, JournalReader, JournalWriter
-from smdist.workers.spool import Spool, SpoolInfo, UploadOptions, private_root
+from smdist.format.journal_records import (
+    Close,
+    Declare,
+    End,
+    Flush,
+    Inline,
+    Part,
+    Record,
+    TensorSpec,
+    Trouble,
+)
+from smdist.format.manifest import Run, Session
+from smdist.workers.spool.journal import JournalFileFull, JournalReader, JournalWriter
+from smdist.workers.spool.spool import Spool, SpoolInfo, UploadOptions
 
 KIND = Declare(0, (), (TensorSpec("x", "U8", (3,), 3, 0, -1, ()),), 3)
 
 
-def make_spool(root: Path, overflow: str = "") -> Spool:
+def make_spool(root: Path, overflow: Path | None = None) -> Spool:
     session = Session("s" * 16, 0, 1, 0, "all", 0.0, "host", os.getpid(), "")
-    info = SpoolInfo(Run("r", 0.0, "none"), session, "out", UploadOptions(), 1, 0, overflow)
-    return Spool.create(info, root)
+    info = SpoolInfo(Run("r", 0.0, "none"), session, "out", UploadOptions(), 1, 0)
+    return Spool.create(info, root, overflow)
 
 
 @pytest.fixture
@@ -255,8 +265,7 @@ def test_a_file_whose_header_was_cut_hides_nothing(spool: Spool, start: int) -> 
 def test_without_room_in_memory_the_file_goes_to_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    overflow = private_root(tmp_path / "disk") / "name"
-    spool = make_spool(tmp_path / "memory", str(overflow))
+    spool = make_spool(tmp_path / "memory", tmp_path / "disk")
     real = os.posix_fallocate
     refusals = [OSError(28, "No space left on device")]
 
@@ -267,7 +276,7 @@ def test_without_room_in_memory_the_file_goes_to_disk(
 
     monkeypatch.setattr(os, "posix_fallocate", fallocate)
     writer, reader = JournalWriter(spool), JournalReader(spool)
-    assert (overflow / "journal-000000").exists()
+    assert (spool.overflow / "journal-000000").exists()
     assert not (spool.path / "journal-000000").exists()
     writer.append(End("", 0.0))
     assert [piece.record for piece in reader.read()] == [End("", 0.0)]
@@ -278,7 +287,7 @@ def test_without_room_in_memory_the_file_goes_to_disk(
 def test_without_room_anywhere_it_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spool = make_spool(tmp_path, str(private_root(tmp_path / "disk") / "name"))
+    spool = make_spool(tmp_path, tmp_path / "disk")
 
     def fallocate(*_arguments: int) -> None:
         raise OSError(28, "No space left on device")
@@ -292,7 +301,7 @@ def test_without_room_anywhere_it_says_what_to_do(
 def test_a_part_read_back_has_its_declaration(spool: Spool) -> None:
     writer, reader = JournalWriter(spool), JournalReader(spool)
     writer.append(KIND)
-    part = Part(1, 2, 3, 4.0, 0, 1, 64)
+    part = Part(1, 2, 3, 4.0, 0, 1, 64, (1 << 32) - 1)
     writer.append(part)
     piece = reader.read()[1]
     assert (piece.record, piece.kind) == (part, KIND)
@@ -321,7 +330,8 @@ def test_a_part_that_was_put_reads_like_one_that_was_appended(spool: Spool) -> N
     assert [piece.ordinal for piece in pieces] == [0, 1, 2]
     part = pieces[1].record
     assert isinstance(part, Part)
-    assert part == Part(*where, part.time, 0, 1, 48)
+    guard = kernel.guard([kernel.address_of(memory)], [3], kernel.address_of(memory))
+    assert part == Part(*where, part.time, 0, 1, 48, guard)
     assert pieces[1].kind == KIND
     writer.close()
     reader.close()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _kernel: Any
 try:
-    from smdist import _kernel
+    from smdist.kernel import _native as _kernel
 except ImportError:
     _kernel = None
 
@@ -316,9 +316,15 @@ def test_refuses_what_it_does_not_know(implementation: Any) -> None:
     with pytest.raises(ValueError, match="negative"):
         implementation.statistics([a], [-1], ["F32"], o, 80)
     with pytest.raises(ValueError, match="lengths"):
-        implementation.copy([a], [a], [])
+        implementation.copy([a], [a], [], a)
     with pytest.raises(ValueError, match="null"):
-        implementation.copy([a], [0], [1])
+        implementation.copy([a], [0], [1], a)
+    with pytest.raises(ValueError, match="lengths"):
+        implementation.guard([a], [], a)
+    with pytest.raises(ValueError, match="null"):
+        implementation.guard([0], [1], a)
+    with pytest.raises(ValueError, match="negative"):
+        implementation.guard([a], [-1], a)
     with pytest.raises(TypeError):
         implementation.statistics([1.5], [1], ["F32"], o, 80)
 
@@ -327,9 +333,11 @@ def test_copy(implementation: Any) -> None:
     sizes = [0, 1, 3, 64, 4096, 100_001, 700_000] * 8
     sources = [random_array("U8", size, i) for i, size in enumerate(sizes)]
     targets = [np.zeros(size, np.uint8) for size in sizes]
-    implementation.copy(
-        [kernel.address_of(t) for t in targets], tuple(kernel.address_of(s) for s in sources), sizes
+    places = [kernel.address_of(target) for target in targets]
+    guard = implementation.copy(
+        places, tuple(kernel.address_of(s) for s in sources), sizes, places[1]
     )
+    assert guard == implementation.guard(places, sizes, places[1])
     assert all((t == s).all() for t, s in zip(targets, sources, strict=True))
 
 
@@ -338,9 +346,9 @@ def test_large_copies_touch_nothing_around_them(implementation: Any, size: int) 
     source = random_array("U8", size + 64, size)
     for start, skew in ((0, 0), (1, 5), (15, 16), (16, 1), (31, 63)):
         target = np.full(size + 96, 7, np.uint8)
-        implementation.copy(
-            [kernel.address_of(target) + start], [kernel.address_of(source) + skew], [size]
-        )
+        place = kernel.address_of(target) + start
+        guard = implementation.copy([place], [kernel.address_of(source) + skew], [size], place - 8)
+        assert guard == kernel.NumpyKernel.guard([place], [size], place - 8)
         assert (target[start : start + size] == source[skew : skew + size]).all()
         assert (target[:start] == 7).all()
         assert (target[start + size :] == 7).all()
@@ -352,6 +360,7 @@ def test_arguments_may_be_any_sequence(implementation: Any) -> None:
         np.array([target.ctypes.data]).tolist(),
         range(source.ctypes.data, source.ctypes.data + 1),
         (40,),
+        0,
     )
     assert (source == target).all()
 
@@ -429,7 +438,7 @@ def test_address_of() -> None:
 
 
 def frame_of(
-    implementation: Any, nbytes: int, opening: bytes = b"\x98\xa4part\x01\x02\x03"
+    implementation: Any, nbytes: int, opening: bytes = b"\x99\xa4part\x01\x02\x03"
 ) -> bytes:
     """The bytes at `frame` after a call, those behind it included."""
     source = np.arange(nbytes, dtype=np.uint8)
@@ -461,11 +470,13 @@ def test_a_recorded_copy_is_followed_by_its_frame(implementation: Any, nbytes: i
     length, checksum = struct.unpack_from("<II", frame)
     payload = frame[8 : 8 + length]
     assert google_crc32c.value(payload) == checksum
-    assert msgspec.msgpack.decode(payload) == ["part", 1, 2, 3, 1.7e9, 4, 1, 1 << 40]
+    source = np.arange(nbytes, dtype=np.uint8)
+    guard = kernel.NumpyKernel.guard([source.ctypes.data], [nbytes], source.ctypes.data)
+    assert msgspec.msgpack.decode(payload) == ["part", 1, 2, 3, 1.7e9, 4, 1, 1 << 40, guard]
 
 
 def test_frames_are_the_same_whoever_writes_them(implementation: Any) -> None:
-    for opening in (b"\x94", b"\x98\xa4part\x01\xcf" + b"\xff" * 17):
+    for opening in (b"\x94", b"\x99\xa4part\x01\xcf" + b"\xff" * 17):
         expected = frame_of(kernel.NumpyKernel, 9, opening)
         assert frame_of(implementation, 9, opening) == expected
 
@@ -499,3 +510,83 @@ def test_a_record_at_no_place_of_a_frame_writes_nothing(implementation: Any) -> 
             implementation.record(at, at + 64, 8, cursor.ctypes.data, b"", 0.0, 0, 0, 0)
         assert cursor.tolist() == [nowhere, 0]
     assert not memory.any()
+
+
+def guard_of(implementation: Any, data: Array, origin: int = 0) -> int:
+    address = kernel.address_of(data)
+    return int(implementation.guard([address], [data.nbytes], address - origin))
+
+
+GUARDED = st.one_of(
+    st.integers(1, 40),
+    st.integers(2000, 2100),  # covered entirely up to 2048
+    st.integers(2049, 20_000),
+    st.integers(65_000, 67_000),  # copied past the caches from 65536 on
+)
+
+
+@settings(deadline=None)
+@given(
+    size=GUARDED, skew=st.integers(0, 63), origin=st.integers(0, 1 << 40), seed=st.integers(0, 9)
+)
+def test_guards_are_the_same_whoever_computes_them(
+    implementation: Any, size: int, skew: int, origin: int, seed: int
+) -> None:
+    source, target = random_array("U8", size + skew, seed)[skew:], np.zeros(size + 64, np.uint8)
+    place = target.ctypes.data + skew
+    expected = guard_of(kernel.NumpyKernel, source, origin)
+    assert 0 <= expected < 1 << 32
+    assert guard_of(implementation, source, origin) == expected
+    assert implementation.copy([place], [source.ctypes.data], [size], place - origin) == expected
+
+
+@settings(deadline=None)
+@given(size=st.integers(1, 2048), data=st.data())
+def test_any_change_of_a_small_range_changes_its_guard(
+    implementation: Any, size: int, data: st.DataObject
+) -> None:
+    fill = data.draw(st.sampled_from(["zeros", "random"]))
+    before = np.zeros(size, np.uint8) if fill == "zeros" else random_array("U8", size, size)
+    after, start = before.copy(), data.draw(st.integers(0, size - 1))
+    change = data.draw(st.binary(min_size=1, max_size=size - start))
+    after[start : start + len(change)] ^= np.frombuffer(change, np.uint8)
+    same = guard_of(implementation, before) == guard_of(implementation, after)
+    assert same == (before == after).all()
+
+
+@pytest.mark.parametrize("dtype", ["F32", "F64", "F16"])
+def test_a_guard_sees_signs_and_places(implementation: Any, dtype: str) -> None:
+    """Changes that sums of words do not see: they cancel, bit by bit or word by word."""
+    values = random_array(dtype, 128, 1)
+    found = {guard_of(implementation, values)}
+    flipped = values.copy()
+    for at in range(
+        0, 128, 8
+    ):  # always two more, so that every bit changes an even number of times
+        flipped[at : at + 2] *= -1
+        found.add(guard_of(implementation, flipped))
+    for shift in range(1, 128):
+        found.add(guard_of(implementation, np.roll(values, shift)))
+    assert len(found) == 1 + 16 + 127
+
+
+@pytest.mark.parametrize("nbytes", [2049, 4096, 10_000, 65_536, 300_001])
+def test_a_guard_sees_what_another_part_overwrites(implementation: Any, nbytes: int) -> None:
+    """Parts in an arena begin at multiples of 64 and have more than 512 bytes."""
+    before = random_array("U8", nbytes, 1)
+    other = random_array("U8", nbytes, 2)
+    expected = guard_of(implementation, before)
+    for start in range(-512, nbytes - 7, max(64, nbytes // 100 // 64 * 64)):
+        after, over = before.copy(), slice(max(start, 0), start + 520)
+        after[over] = other[over]
+        assert guard_of(implementation, after) != expected, start
+
+
+def test_the_guard_of_ranges_depends_on_their_places(implementation: Any) -> None:
+    data = random_array("U8", 2048, 3)
+    at = data.ctypes.data
+    both = implementation.guard([at, at + 1024], [1024, 1024], at)
+    assert both == implementation.guard([at + 1024, at], [1024, 1024], at)
+    data[:] = np.roll(data, 1024)
+    assert both != implementation.guard([at, at + 1024], [1024, 1024], at)
+    assert implementation.guard([], [], at) == implementation.guard([0], [0], at) == 0

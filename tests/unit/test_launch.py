@@ -10,7 +10,7 @@ import time
 import pytest
 
 from smdist.errors import ConfigurationError
-from smdist.workers.launch import (
+from smdist.workers.join.launcher_identity import (
     ParentProcess,
     is_running,
     launch_identity,
@@ -73,7 +73,7 @@ def test_a_restart_count_that_is_none_is_named() -> None:
 
 def test_siblings_share_their_parent() -> None:
     code = (
-        "import os; from smdist.workers.launch import *;"
+        "import os; from smdist.workers.join.launcher_identity import *;"
         "print(launch_identity({}, parent_process(), machine()).id)"
     )
     ids = {

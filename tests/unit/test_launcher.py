@@ -18,9 +18,16 @@ import msgspec
 import pytest
 
 import smdist
-from smdist.coordination import launcher, local_ray, wheel
-from smdist.coordination.coordinator import Settings, Whereabouts, actor_name, canonical_url
-from smdist.coordination.launcher import Attachment
+from smdist.coordination.ray_actor import code_package as wheel
+from smdist.coordination.ray_actor import launcher
+from smdist.coordination.ray_actor import local_head as local_ray
+from smdist.coordination.ray_actor.coordinator import (
+    Settings,
+    Whereabouts,
+    actor_name,
+    canonical_url,
+)
+from smdist.coordination.ray_actor.launcher import Attachment
 from smdist.errors import ConfigurationError, CoordinationError
 
 # -- names ---------------------------------------------------------------------------------------
@@ -256,8 +263,8 @@ def test_a_wheel_of_what_runs_here(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     code = (
         "import smdist\n"
-        "from smdist.coordination import wheel\n"
-        "import smdist.workers.uploader, smdist.trials, smdist.cli\n"
+        "from smdist.coordination.ray_actor import code_package as wheel\n"
+        "import smdist.workers.upload.uploader, smdist.trials, smdist.cli\n"
         "print(smdist.__file__, smdist.__version__, wheel.digest())"
     )
     told = subprocess.run(

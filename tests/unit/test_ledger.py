@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from smdist.workers.ledger import Ledger
+from smdist.workers.spool.ack_page import Ledger
 
 
 @pytest.fixture

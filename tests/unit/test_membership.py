@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from smdist.coordination.membership import (
+from smdist.coordination.view.membership import (
     Heard,
     MissingReason,
     Patience,
@@ -18,8 +18,9 @@ from smdist.coordination.membership import (
     step_attempts,
     step_facts,
 )
-from smdist.coordination.merge import Fact, View, fold
-from smdist.manifest import Dropped, Heartbeat, RankManifest, Session, StepEntry
+from smdist.coordination.view.run_view import Fact, View, fold
+from smdist.format.intervals import Members
+from smdist.format.manifest import Dropped, Heartbeat, RankManifest, Session, StepEntry
 
 NOW = 1000.0
 
@@ -178,7 +179,7 @@ def test_ranks_that_number_a_step_differently_are_reported_and_the_lowest_rank_i
     None
 ):
     view = fold([manifest(0, entry(1, step=1)), manifest(1, entry(1, step=2))])
-    facts = step_facts(view, 0, (1, 1), (0, 1))
+    facts = step_facts(view, 0, (1, 1), Members(((0, 2),)))
     assert facts is not None
     assert facts.step == 1
     assert facts.complete
@@ -187,7 +188,7 @@ def test_ranks_that_number_a_step_differently_are_reported_and_the_lowest_rank_i
 
 
 def test_a_step_nobody_knows_has_no_facts() -> None:
-    assert step_facts(fold([manifest(0, entry(0))]), 0, (2, 0), (0,)) is None
+    assert step_facts(fold([manifest(0, entry(0))]), 0, (2, 0), Members(((0, 1),))) is None
 
 
 def unplanned(number: int, block: int) -> StepEntry:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from smdist.workers.memory import (
+from smdist.workers.hook.buffer_location import (
     MemoryFacts,
     choose_spool,
     default_buffer_bytes,

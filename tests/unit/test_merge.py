@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smdist.coordination.merge import Fact, View, add, fold, merge
-from smdist.manifest import Dropped, RankManifest, StepEntry
+from smdist.coordination.view.run_view import Fact, View, add, fold, merge
+from smdist.format.manifest import Dropped, RankManifest, StepEntry
 from tests.view_facts import facts
 
 if TYPE_CHECKING:

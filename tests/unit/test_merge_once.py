@@ -10,17 +10,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from smdist.coordination.once import Merged, merge_once
-from smdist.coordination.snapshot import POINTER_KEY, Pointer, load_view
-from smdist.coordination.watcher import Watcher
+from smdist.coordination.service.merge_once import Merged, merge_once
+from smdist.coordination.service.run_watcher import Watcher
+from smdist.coordination.snapshot.pack import POINTER_KEY, Pointer, load_view
 from smdist.errors import AlreadyCoordinated, NoSuchRun, StoreError, StoreForbidden
+from smdist.format.manifest import CollectionInfo, Session, session_key
 from smdist.identity import ModeKeys
-from smdist.manifest import CollectionInfo, Session, session_key
-from smdist.storage import MemoryStore, sync
-from smdist.storage.base import Buffer, Store
-from smdist.workers import closing
-from smdist.workers.closing import Rank, merge_if_last
-from smdist.workers.summary import Summary
+from smdist.storage import MemoryStore
+from smdist.storage import loop_thread as sync
+from smdist.storage.store import Buffer, Store
+from smdist.workers.upload import final_merge as closing
+from smdist.workers.upload.final_merge import Rank, merge_if_last
+from smdist.workers.upload.summaries import Summary
 from tests.faults.coordinator_driver import from_scratch
 from tests.run_builder import RankWriter, RunBuilder, Saved
 from tests.unit.test_trial_reader import CountingStore

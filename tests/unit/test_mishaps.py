@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from smdist.errors import DrainTimeout
-from smdist.workers.mishaps import Mishaps
+from smdist.workers.hook.error_policy import Mishaps
 
 
 def fail(mishaps: Mishaps, text: str, doing: str) -> None:

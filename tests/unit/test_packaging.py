@@ -130,4 +130,4 @@ def test_wheel_has_the_command_and_the_licence(wheel: Path) -> None:
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_wheel_has_the_compiled_kernel(wheel: Path) -> None:
     with ZipFile(wheel) as archive:
-        assert "smdist/_kernel.abi3.so" in archive.namelist()
+        assert "smdist/kernel/_native.abi3.so" in archive.namelist()

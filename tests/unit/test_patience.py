@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from smdist.errors import StoreError, StoreFull
-from smdist.workers.ledger import Ledger
-from smdist.workers.patience import Conflict, GaveUp, Patience, readable_bytes
+from smdist.workers.spool.ack_page import Ledger
+from smdist.workers.upload.retry import Conflict, GaveUp, Patience, readable_bytes
 
 
 class Door:
@@ -89,6 +89,34 @@ def test_a_courtesy_that_failed_does_not_keep_it_from_taking_back_what_it_said(
     assert len(said) == 2
 
 
+def test_a_courtesy_that_fails_does_not_hide_what_is_stuck(
+    patience: Patience, ledger: Ledger
+) -> None:
+    patience.failed("heartbeat", "writing the heartbeat", FULL, tell=False)
+    assert "the heartbeat" in ledger.trouble, "as long as nothing else fails"
+    patience.failed("segment", "writing to the store", FULL)
+    patience.failed("heartbeat", "writing the heartbeat", FULL, tell=False)
+    assert ledger.trouble.startswith("writing to the store fails since ")
+    patience.succeeded("segment")
+    assert ledger.trouble.startswith("writing the heartbeat fails since ")
+
+
+def test_what_is_stuck_longest_is_named_until_it_is_through(
+    patience: Patience, ledger: Ledger
+) -> None:
+    patience.failed("segment", "writing to the store", FULL)
+    patience.failed("run", "reading the store", FULL)
+    assert ledger.trouble.startswith("writing to the store ")
+    patience.succeeded("segment")
+    assert ledger.trouble.startswith("reading the store ")
+
+
+def test_the_words_of_an_error_get_no_advice_added(patience: Patience, ledger: Ledger) -> None:
+    error = StoreError("s3://b/run", "k", "put", "cannot be reached; check the endpoint")
+    patience.failed("x", "writing", error)
+    assert ledger.trouble.endswith(f": {error}")
+
+
 def test_the_same_is_said_rarely(
     patience: Patience, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,7 +136,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr("smdist.workers.patience.time", self)
+        monkeypatch.setattr("smdist.workers.upload.retry.time", self)
 
     def monotonic(self) -> float:
         return self.now

@@ -33,8 +33,8 @@ def test_what_the_environment_says_is_written_out(environment: pytest.MonkeyPatc
 def test_aws_itself_stays_aws(environment: pytest.MonkeyPatch) -> None:
     import botocore.session
 
-    from smdist.storage.s3_session import client_settings
-    from smdist.storage.s3_settings import parse_s3_url
+    from smdist.storage.s3.client import client_settings
+    from smdist.storage.s3.options import parse_s3_url
 
     url = pinned("s3://bucket/run")
     environment.setenv("AWS_ENDPOINT_URL", "http://there:9000")

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import load
 
+from smdist.format.inline_segment import attachable, settle
+from smdist.format.manifest import RankManifest, manifest_key
+from smdist.format.segment import Segment
+from smdist.format.stored_json import decode
 from smdist.identity import ModeKeys
-from smdist.manifest import RankManifest, manifest_key
-from smdist.pipeline.attached import attachable, attached_bytes, settle
-from smdist.pipeline.segment import Segment
-from smdist.storage import MemoryStore, sync
+from smdist.storage import MemoryStore
+from smdist.storage import loop_thread as sync
 from tests.run_builder import Array, RunBuilder, Saved
 
 TRAIN = ModeKeys.TRAIN
@@ -30,26 +31,26 @@ def written(tensors: dict[str, Array | Saved], most_bytes: int) -> tuple[MemoryS
 def test_the_manifest_alone_holds_a_readable_segment() -> None:
     store, data = written({"loss": np.array(0.5), "weight": MEASURED}, 1 << 16)
     assert not sync.run(store.list("segments/"))
-    assert load(attached_bytes(data))["train/0/loss"] == 0.5
+    assert load(decode(data, RankManifest, KEY).attached)["train/0/loss"] == 0.5
 
 
 @pytest.mark.parametrize("tensor", [np.zeros(2), np.zeros((3, 1)), np.zeros(0)])
 def test_tensors_get_an_object_of_their_own(tensor: Array) -> None:
     store, data = written({"loss": np.array(0.5), "t": tensor}, 1 << 16)
     assert len(sync.run(store.list("segments/"))) == 1
-    assert attached_bytes(data) == b""
+    assert decode(data, RankManifest, KEY).attached == b""
 
 
 def test_a_limit_of_nothing_attaches_nothing() -> None:
     store, data = written({"loss": np.array(0.5)}, 0)
     assert len(sync.run(store.list("segments/"))) == 1
-    assert settle(KEY, msgspec.json.decode(data, type=RankManifest)).data == b""
+    assert settle(KEY, decode(data, RankManifest, KEY)).data == b""
     assert not attachable(Segment("", (), 0, (), {}), 1 << 16)
 
 
 def test_settled_entries_name_the_manifest_and_nothing_else_changes() -> None:
     _, data = written({"loss": np.array(0.5)}, 1 << 16)
-    stored = msgspec.json.decode(data, type=RankManifest)
+    stored = decode(data, RankManifest, KEY)
     settled, segment = settle(KEY, stored)
     assert {entry.segment for entry in settled.steps} == {KEY}
     assert (settled.upto, settled.state, settled.attached) == (stored.upto, "ended", b"")

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from smdist.format.journal_records import Declare, Drop, End, Flush, Trouble
 from smdist.identity import ModeKeys
-from smdist.pipeline.batching import OPEN_LINGER, Decision, Pending, decide
-from smdist.record import Declare, Drop, End, Flush, Trouble
+from smdist.workers.upload.batching import OPEN_LINGER, Decision, Pending, decide
 from tests.unit.journal_model import Scribe
 
 
@@ -103,6 +103,45 @@ def test_a_bigger_step_goes_alone_once_it_is_closed() -> None:
     up.step(1, 8)
     up.look(0.0)
     assert decide(up.pending, LIMITS, 0.0) == Decision(2, None)
+
+
+ROOMY = Limits(segment_bytes=1 << 40)
+
+
+def test_steps_too_many_to_be_held_go_before_they_are_old() -> None:
+    up, step = Uploader(), 0
+    while not up.pending.full:
+        up.step(step, 8)
+        up.look(0.0)
+        step += 1
+    assert 1000 < step < 10_000
+    up.step(step, 8, close=False)
+    up.look(0.0)
+    for drain in (False, True):
+        assert decide(up.pending, ROOMY, 0.0, drain=drain).upto == 2 * step, "whole steps"
+    up.pending.take(2 * step)
+    assert decide(up.pending, ROOMY, 0.0).upto is None
+
+
+def test_an_open_step_too_long_to_be_held_goes_in_pieces() -> None:
+    up = Uploader()
+    while not up.pending.full:
+        up.step(0, 8, close=False)
+        up.look(0.0)
+    assert decide(up.pending, ROOMY, 0.0) == Decision(len(up.pieces), None)
+    up.pending.take(len(up.pieces))
+    up.step(0, 8, close=False)
+    up.look(0.0)
+    assert decide(up.pending, ROOMY, 0.0).upto is None
+
+
+def test_tensors_count_as_records_do() -> None:
+    up = Uploader()
+    many = {f"t{i}": np.zeros(1, "u1") for i in range(1000)}
+    while not up.pending.full:
+        up.part(many, len(up.pieces))
+        up.look(0.0)
+    assert 4 < len(up.pieces) < 40
 
 
 def test_an_open_step_does_not_hold_back_what_came_before_it() -> None:

@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from smdist.format.block import Place, entries_by_name, identity, read_tensor, tensor_spans
+from smdist.format.fold import Block, fold
+from smdist.format.journal_records import Declare, Describe, Drop, End, Flush, Part, Piece, Trouble
+from smdist.format.manifest import Session
+from smdist.format.segment import compose
 from smdist.identity import ModeKeys, StepRef
-from smdist.pipeline.block import Place, entries_by_name, read_tensor, tensor_spans
-from smdist.pipeline.fold import Block, fold
-from smdist.pipeline.segment import compose
-from smdist.record import Declare, Describe, Drop, End, Flush, Part, Piece, Trouble
 from tests.unit.journal_model import Array, Scribe
 
 
@@ -85,7 +86,7 @@ def test_news_that_belong_to_no_step() -> None:
 
 def test_a_part_without_declaration_is_an_error() -> None:
     with pytest.raises(ValueError, match="never declared"):
-        fold([Piece(5, Part(1, 0, 0, 0.0, 0, 0, 0), None)])
+        fold([Piece(5, Part(1, 0, 0, 0.0, 0, 0, 0, 0), None)])
 
 
 # -- the law: wherever the journal is cut, a reader finds the same ------------------------------
@@ -117,6 +118,7 @@ def tell(story: Story) -> Scribe:
     return scribe
 
 
+SESSION = Session("me", 0, 1, 0, "all", 0.0, "host", 1, "")
 View = dict[tuple[int, int], dict[str, tuple[str, bytes]]]
 
 
@@ -126,9 +128,8 @@ def seen_by_reader(scribe: Scribe, ranges: list[list[Piece]]) -> tuple[View, set
     closed = set()
     stored = []
     for pieces in ranges:
-        segment = compose(
-            fold(pieces).blocks, scribe.read, key="s", worker="worker_0", attempt=0, seq=0
-        )
+        blocks = fold(pieces).blocks
+        segment = compose(blocks, scribe.read, key="s", run_id="", session=SESSION, seq=0)
         data = b"".join(segment.chunks)
         assert len(data) == segment.nbytes
         stored += [(entry, segment.layouts.get(entry.layout), data) for entry in segment.entries]
@@ -143,7 +144,7 @@ def seen_by_reader(scribe: Scribe, ranges: list[list[Piece]]) -> tuple[View, set
             spans = tensor_spans(layout, tensor)
             assert spans is not None
             raw, crc = (data[slice(*span.within(entry.offset))] for span in spans)
-            value = read_tensor(tensor, raw, crc, Place("", "s"))
+            value = read_tensor(tensor, raw, crc, Place("", "s"), identity("me", entry))
             view.setdefault(key, {})[name] = (str(value.dtype), value.tobytes())
     return view, closed
 

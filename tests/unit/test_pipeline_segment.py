@@ -8,21 +8,23 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from smdist.codec import dtype_code, parse_header
 from smdist.errors import CorruptObject
-from smdist.identity import ModeKeys
-from smdist.pipeline.block import (
+from smdist.format.block import (
     Place,
     Spans,
     entries_by_name,
+    identity,
     read_statistics,
     read_tensor,
     statistics_row,
     statistics_spans,
     tensor_spans,
 )
-from smdist.pipeline.fold import Block, fold
-from smdist.pipeline.segment import Segment, compose, header_name
+from smdist.format.dtypes import dtype_code, parse_header
+from smdist.format.fold import Block, fold
+from smdist.format.manifest import Session
+from smdist.format.segment import Segment, compose, header_name
+from smdist.identity import ModeKeys
 from tests.unit.journal_model import Array, Scribe
 
 if TYPE_CHECKING:
@@ -30,11 +32,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 HERE = Place("/runs/one", "segments/s")
+SESSION = Session("me", 3, 4, 1, "all", 0.0, "host", 1, "")
 
 
 def write(scribe: Scribe, blocks: Sequence[Block] | None = None) -> Segment:
     blocks = fold(scribe.pieces).blocks if blocks is None else blocks
-    return compose(blocks, scribe.read, key=HERE.key, worker="worker_3", attempt=1, seq=4)
+    return compose(blocks, scribe.read, key=HERE.key, run_id="run", session=SESSION, seq=4)
+
+
+def of_block(segment: Segment, index: int = 0) -> int:
+    return identity(SESSION.session, segment.entries[index])
 
 
 def read_back(segment: Segment, name: str, index: int = 0, data: bytes = b"") -> Array:
@@ -45,7 +52,7 @@ def read_back(segment: Segment, name: str, index: int = 0, data: bytes = b"") ->
     spans = tensor_spans(layout, entry)
     assert spans is not None
     raw, crc = (data[slice(*span.within(step.offset))] for span in spans)
-    return read_tensor(entry, raw, crc, HERE)
+    return read_tensor(entry, raw, crc, HERE, of_block(segment, index))
 
 
 EVERY_DTYPE = [
@@ -181,7 +188,7 @@ def test_statistics_of_parts_with_different_columns() -> None:
     assert spans is not None
     data = b"".join(segment.chunks)
     raw, crc = (data[slice(*span.within(segment.entries[0].offset))] for span in spans)
-    matrix = read_statistics(layout, raw, crc, HERE)
+    matrix = read_statistics(layout, raw, crc, HERE, of_block(segment))
     rows = {n: statistics_row(layout, e, matrix) for n, e in entries_by_name(layout).items()}
     assert rows["skipped"] is None
     assert rows["a"] is not None
@@ -290,4 +297,4 @@ def test_spoiled_statistics_are_found() -> None:
     data = b"".join(segment.chunks)
     raw, crc = (data[slice(*span.within(segment.entries[0].offset))] for span in spans)
     with pytest.raises(CorruptObject, match="statistics"):
-        read_statistics(layout, bytes([raw[0] ^ 1]) + raw[1:], crc, HERE)
+        read_statistics(layout, bytes([raw[0] ^ 1]) + raw[1:], crc, HERE, of_block(segment))

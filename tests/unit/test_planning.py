@@ -10,14 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smdist.collection import Collection
 from smdist.config import PYTORCH, CollectionManager, HookConfig
+from smdist.config.collection import Collection
+from smdist.config.reduction_config import ReductionConfig
+from smdist.config.save_config import SaveConfig
+from smdist.config.save_config_mode import SaveConfigMode
 from smdist.errors import InvalidCollectionConfiguration
+from smdist.format.manifest import CollectionInfo
 from smdist.identity import ModeKeys
-from smdist.manifest import CollectionInfo
 from smdist.planning import NEVER, Planner, TensorPlan
-from smdist.reduction import ReductionConfig
-from smdist.schedule import SaveConfig, SaveConfigMode
 
 TRAIN, EVAL, PREDICT, GLOBAL = ModeKeys.TRAIN, ModeKeys.EVAL, ModeKeys.PREDICT, ModeKeys.GLOBAL
 WEIGHT, GRADIENT, LOSS = "Net_fc1.weight", "gradient/Net_fc1.weight", "CrossEntropyLoss_output_0"
@@ -159,6 +160,23 @@ def test_the_remedy_for_a_collection_that_selects_nothing_fits() -> None:
     assert "name it in include_collections, or do not create it" in str(caught.value)
     assert "did you mean" not in str(caught.value)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_patterns_that_match_no_tensor_are_told_of_collections_that_were_due() -> None:
+    planner, manager = plan_for(include_collections=["mine", "late"], include_regex=["fc1", "typo"])
+    manager.get("mine").include(["weight$", "nowhere", "fc9"])
+    manager.get("late").include("never")
+    save_config(manager, "late").start_step = 10
+    assert planner.at(TRAIN, 0).due == ("default", "losses", "mine")
+    assert planner.unmatched() == {}, "a step was due, and left out"
+    assert planner.wants(WEIGHT, TRAIN, 0)
+    assert planner.unmatched() == {"default": ("typo",), "mine": ("nowhere", "fc9")}
+    save_config(manager, "late").start_step = 0  # what was asked before a change counts
+    assert planner.unmatched() == {"default": ("typo",), "mine": ("nowhere", "fc9")}
+    planner.wants("typo", TRAIN, 0)
+    assert planner.unmatched() == {"late": ("never",), "mine": ("nowhere", "fc9")}
+    planner.explicit("nowhere", ())
+    assert planner.unmatched()["mine"] == ("fc9",)
 
 
 def test_collections_of_other_frameworks_are_idle_not_wrong() -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from smdist.workers import processes
-from smdist.workers.processes import alive, start_ticks, stopped, watching
+from smdist import processes
+from smdist.processes import alive, start_ticks, stopped, watching
 
 
 def start_sleeper() -> subprocess.Popen[bytes]:

@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from smdist.workers.capture import Usage
-from smdist.workers.progress import DrainProgress, left
+from smdist.workers.capture.capture import Usage
+from smdist.workers.hook.drain_progress import DrainProgress, left
 
 
 def usage(stored_bytes: int, stored_steps: int) -> Usage:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from smdist.errors import ConfigurationError, NoRank
-from smdist.workers.rank import Identity, resolve_rank
+from smdist.limits import MOST_RANKS
+from smdist.workers.join.rank import Identity, resolve_rank
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 HOROVODRUN = {
@@ -255,3 +256,9 @@ def test_a_task_that_trains_nothing(kind: str) -> None:
         resolve_rank(environ=environ, modules={})
     assert resolve_rank(1, 2, environ=environ, modules={}).rank == 1
     assert resolve_rank(environ=environ | TORCHRUN, modules={}).source == "torchrun"
+
+
+def test_a_world_that_nobody_could_read_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=f"up to {MOST_RANKS} ranks"):
+        resolve_rank(0, MOST_RANKS + 1, {}, {})
+    assert resolve_rank(0, MOST_RANKS, {}, {}).world_size == MOST_RANKS

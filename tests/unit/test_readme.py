@@ -56,8 +56,8 @@ def test_options_and_defaults_are_those_of_the_constructor() -> None:
 
 
 def test_defaults_told_in_words_are_those_of_the_uploader() -> None:
-    from smdist.schedule import SaveConfig
-    from smdist.workers.spool import UploadOptions
+    from smdist.config.save_config import SaveConfig
+    from smdist.workers.spool.spool import UploadOptions
 
     text, upload = README.read_text(), UploadOptions()
     assert f"none given: {upload.segment_bytes >> 20} MiB" in text
@@ -98,7 +98,7 @@ def test_environment_variables_are_all_listed() -> None:
 
 
 def test_the_format_names_every_key_of_a_run() -> None:
-    from smdist import manifest
+    from smdist.format import manifest
 
     keys = re.findall(r"^    ([\w<]\S*\.\w+)  ", manifest.__doc__ or "", re.MULTILINE)
     assert len(keys) >= 7

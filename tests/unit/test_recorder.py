@@ -5,9 +5,9 @@ from __future__ import annotations
 from smdist.config import PYTORCH, HookConfig
 from smdist.identity import ModeKeys, StepRef
 from smdist.planning import Planner
-from smdist.workers import recorder
-from smdist.workers.outlet import DrySink
-from smdist.workers.recorder import Recorder
+from smdist.workers.hook import recorder
+from smdist.workers.hook.capture_session import DrySink
+from smdist.workers.hook.recorder import Recorder
 
 
 def test_tensors_that_are_others_at_every_step_do_not_fill_the_memory() -> None:

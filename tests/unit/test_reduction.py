@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from smdist.config.reduction_config import ReductionConfig, canonical_reduction
 from smdist.errors import ConfigurationError, UnknownKey
-from smdist.reduction import ReductionConfig, canonical_reduction
-from smdist.statistics import REDUCTIONS, columns_for
+from smdist.kernel.tensor_stats import REDUCTIONS, columns_for
 
 
 def test_lists_come_to_canonical_names() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smdist.coordination.rolling import LENGTHS, Span, cover, due
+from smdist.format.manifest_spans import LENGTHS, Span, cover, due
 
 numbers = st.integers(0, 3 * LENGTHS[0])
 

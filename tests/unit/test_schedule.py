@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from smdist.config.save_config import SaveConfig
+from smdist.config.save_config_mode import SaveConfigMode
+from smdist.config.schedule import NEVER, Schedule
 from smdist.errors import ConfigurationError, UnknownKey
 from smdist.identity import ModeKeys
-from smdist.schedule import NEVER, SaveConfig, SaveConfigMode, Schedule
 
 TRAIN, EVAL, PREDICT, GLOBAL = ModeKeys.TRAIN, ModeKeys.EVAL, ModeKeys.PREDICT, ModeKeys.GLOBAL
 

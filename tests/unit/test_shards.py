@@ -10,15 +10,15 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from smdist.coordination.follow import Follow, Rhythm
-from smdist.coordination.merge import Fact, View, add
-from smdist.coordination.shards import Asked, Shard, ShardedFollow
-from smdist.coordination.spans import members
-from smdist.coordination.watcher import Watcher
+from smdist.coordination.service.run_watcher import Watcher
+from smdist.coordination.service.sharding import Asked, Shard, ShardedFollow
+from smdist.coordination.service.store_poller import Follow, Rhythm
+from smdist.coordination.view.run_view import Fact, View, add
+from smdist.format.intervals import Members
+from smdist.format.manifest import RankManifest
 from smdist.identity import ModeKeys
-from smdist.manifest import RankManifest
 from smdist.storage import MemoryStore
-from smdist.storage.base import Store
+from smdist.storage.store import Store
 from tests.faults.coordinator_driver import Schedule, from_scratch
 from tests.run_builder import RunBuilder
 
@@ -204,7 +204,7 @@ def test_what_a_snapshot_lacks_of_a_rank_is_asked_for_again(lacking: int, there:
     asyncio.run(follow.poll())
     known = view.rank(0, 0)
     assert known is not None
-    assert (lacking in members(known.seen)) == there
+    assert (lacking in Members(known.seen)) == there
     assert follow.tracks[0, 0].final
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import signal
@@ -11,26 +12,24 @@ import msgspec
 import pytest
 
 from smdist.errors import SpoolUnavailable
-from smdist.manifest import Run, Session
-from smdist.workers.journal import JournalWriter
-from smdist.workers.spool import (
-    REHEARSAL,
+from smdist.format.manifest import Run, Session
+from smdist.workers.spool.journal import JournalWriter
+from smdist.workers.spool.private_files import private_root
+from smdist.workers.spool.spool import (
     Doorbell,
     Spool,
     SpoolBusy,
     SpoolInfo,
     UploadOptions,
-    private_root,
     spool_name,
-    sweep_rehearsals,
+    sweep,
+    sweep_one,
 )
 
 
-def make_info(rank: int = 3, overflow: str = "") -> SpoolInfo:
-    session = Session("abcdefghijkl", rank, 4, 2, "all", 0.0, "host", 77, "")
-    return SpoolInfo(
-        Run("run", 0.0, "none"), session, "/data/out", UploadOptions(), 77, 88, overflow
-    )
+def make_info(rank: int = 3, session_id: str = "abcdefghijkl") -> SpoolInfo:
+    session = Session(session_id, rank, 4, 2, "all", 0.0, "host", 77, "")
+    return SpoolInfo(Run("run", 0.0, "none"), session, "/data/out", UploadOptions(), 77, 88)
 
 
 @pytest.fixture
@@ -84,23 +83,25 @@ def test_what_is_not_there_is_none(tmp_path: Path) -> None:
         Spool.open(tmp_path)
 
 
-def test_find_looks_in_both_places(tmp_path: Path) -> None:
-    overflow = private_root(tmp_path / "disk") / "name"
-    spool = Spool.create(make_info(overflow=str(overflow)), tmp_path / "memory")
+def test_files_are_found_in_both_places(tmp_path: Path) -> None:
+    spool = Spool.create(make_info(), tmp_path / "memory", tmp_path / "disk")
+    overflow = private_root(tmp_path / "disk") / f"{spool.path.name}-overflow"
     assert spool.places == (spool.path,)
     assert spool.make_overflow() == spool.make_overflow() == overflow
     assert stat.S_IMODE(overflow.stat().st_mode) == 0o700
-    (overflow / "arena-1").write_bytes(b"")
-    (spool.path / "arena-0").write_bytes(b"")
-    assert spool.find("arena-1") == overflow / "arena-1"
-    assert spool.find("arena-0") == spool.path / "arena-0"
-    with pytest.raises(SpoolUnavailable, match="arena-2"):
-        spool.find("arena-2")
+    (overflow / "arena-1").write_bytes(b"1")
+    (spool.path / "arena-0").write_bytes(b"0")
+    for name in ("arena-0", "arena-1"):
+        with spool.reading(name) as handle:
+            assert handle.read().decode() == name[-1]
+        assert name in spool.names()
+        spool.discard(name)
+        with pytest.raises(SpoolUnavailable, match=name):
+            spool.reading(name)
 
 
 def test_removal_leaves_nothing(tmp_path: Path) -> None:
-    overflow = private_root(tmp_path / "disk") / "name"
-    spool = Spool.create(make_info(overflow=str(overflow)), tmp_path / "memory")
+    spool = Spool.create(make_info(), tmp_path / "memory", tmp_path / "disk")
     (spool.make_overflow() / "arena-1").write_bytes(b"x")
     (spool.path / "arena-0").write_bytes(b"x")
     with spool.lock():
@@ -125,20 +126,21 @@ def test_removal_without_overflow_touches_no_other_folder(
 
 
 def test_a_removal_that_was_interrupted_can_be_repeated(spool: Spool) -> None:
-    """spool.json, by which the folder is found, goes last."""
-    (spool.path / "journal-000000").write_bytes(b"x")
+    """spool.json, by which the folder is found, goes after the content, and the lock after that."""
+    for name in ("journal-000000", "zzz"):
+        (spool.path / name).write_bytes(b"x")
     order: list[str] = []
-    real = Path.unlink
+    real = os.unlink
 
-    def unlink(path: Path, missing_ok: bool = False) -> None:
-        order.append(path.name)
-        real(path, missing_ok)
+    def unlink(path: str, *, dir_fd: int) -> None:
+        order.append(path)
+        real(path, dir_fd=dir_fd)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "unlink", unlink)
+        patch.setattr(os, "unlink", unlink)
         spool.remove()
-    assert {"journal-000000", "doorbell"} <= set(order)
-    assert "spool.json" not in order
+    assert {"journal-000000", "doorbell", "zzz"} == set(order[:-2])
+    assert order[-2:] == ["spool.json", "lock"]
     assert not spool.path.exists()
 
 
@@ -220,38 +222,152 @@ def test_info_survives_newer_fields(spool: Spool) -> None:
     assert spool_name(spool.info) == spool.path.name
 
 
-def test_a_rehearsal_is_no_spool_and_leaves_nothing(tmp_path: Path) -> None:
-    info = make_info()
-    with Spool.rehearsed(info, tmp_path) as rehearsal:
-        JournalWriter(rehearsal).close()
-        assert not list(private_root(tmp_path).glob("*/spool.json"))
+@pytest.mark.parametrize("key", ["linger_s", "drain_deadline_s"])
+def test_a_number_that_was_written_as_null_is_the_default(spool: Spool, key: str) -> None:
+    fields = msgspec.json.decode((spool.path / "spool.json").read_bytes())
+    fields["upload"][key] = None
+    (spool.path / "spool.json").write_bytes(msgspec.json.encode(fields))
+    assert Spool.open(spool.path).info == spool.info
+
+
+# -- being made ------------------------------------------------------------------------------------
+
+
+def test_what_is_being_made_is_no_spool_yet(tmp_path: Path) -> None:
+    with Spool.made(make_info(), tmp_path) as spool:
+        JournalWriter(spool).close()
         with pytest.raises(SpoolUnavailable, match="is not a spool"):
-            Spool.open(rehearsal.path)
-    assert not list(tmp_path.iterdir())
+            Spool.open(spool.path)
+        sweep(private_root(tmp_path))
+        assert (spool.path / "journal-000000").exists()
+    assert Spool.open(spool.path).info == spool.info
+    sweep(private_root(tmp_path))
+    with spool.lock():
+        pass
 
 
-def test_a_rehearsal_of_the_dead_is_swept_and_that_of_the_living_is_not(tmp_path: Path) -> None:
-    folder, info = private_root(tmp_path), rehearsal_info("first")
-    dead = multiprocessing.get_context("spawn").Process(target=die, args=(info, tmp_path))
-    dead.start()
-    dead.join()
-    assert {path.name for path in (folder / spool_name(info)).iterdir()} == {"doorbell", "lock"}
-    with Spool.rehearsed(rehearsal_info("second"), tmp_path) as living:
-        assert list(folder.iterdir()) == [living.path]
-        sweep_rehearsals(folder)
-        assert (living.path / "doorbell").exists()
-    assert not list(tmp_path.iterdir())
+def test_a_spool_in_a_relative_place_knows_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TMPDIR may be relative."""
+    monkeypatch.chdir(tmp_path)
+    spool = Spool.create(make_info(), Path("memory"), Path("disk"))
+    monkeypatch.chdir("/")
+    assert spool.make_overflow().parent == private_root(tmp_path / "disk")
+    assert Spool.open(tmp_path / "memory" / spool.path.relative_to(tmp_path / "memory")).places
+    spool.remove()
+    assert not list((tmp_path / "disk").iterdir())
+
+
+def test_what_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    making = Spool.made(make_info(), tmp_path, disk)
+    spool = making.__enter__()
+    (spool.make_overflow() / "journal-000000").touch()
+    interrupt = KeyboardInterrupt()
+    assert not making.__exit__(KeyboardInterrupt, interrupt, None)
+    assert [path for path in tmp_path.rglob("*") if path != disk] == []
+
+
+def test_a_child_that_is_forked_meanwhile_does_not_keep_the_lock(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    with Spool.made(make_info(), tmp_path) as spool:
+        child = os.fork()
+        if child == 0:
+            os.close(writing)
+            os.read(reading, 1)  # until the test has ended, in whatever way
+            os._exit(0)
+    try:
+        with spool.lock():
+            pass
+    finally:
+        os.close(writing)
+        os.close(reading)
+        os.waitpid(child, 0)
 
 
 def die(info: SpoolInfo, root: Path) -> None:
-    with Spool.rehearsed(info, root):
+    with Spool.made(info, root, root / "disk") as spool:
+        JournalWriter(spool).close()
+        (spool.make_overflow() / "journal-000001").write_bytes(b"x")
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def rehearsal_info(session: str) -> SpoolInfo:
-    info = make_info()
-    return msgspec.structs.replace(
-        info,
-        run=msgspec.structs.replace(info.run, run_id=REHEARSAL),
-        session=msgspec.structs.replace(info.session, session=session),
-    )
+@pytest.fixture
+def killed(tmp_path: Path) -> Path:
+    """What a process left that was killed while it made its spool."""
+    info = make_info(session_id="killed")
+    process = multiprocessing.get_context("spawn").Process(target=die, args=(info, tmp_path))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    process.close()
+    path = private_root(tmp_path) / spool_name(info)
+    assert {"doorbell", "lock", "journal-000000"} <= {entry.name for entry in path.iterdir()}
+    assert list(private_root(tmp_path / "disk").iterdir())
+    return path
+
+
+def test_what_a_killed_process_was_making_is_removed_by_the_next(
+    killed: Path, tmp_path: Path
+) -> None:
+    spool = Spool.create(make_info(), tmp_path)
+    assert list(private_root(tmp_path).iterdir()) == [spool.path]
+    assert not list((tmp_path / "disk").iterdir()), "its overflow"
+
+
+def test_what_is_in_use_or_holds_something_else_is_not_swept(killed: Path) -> None:
+    handle = os.open(killed / "lock", os.O_RDWR)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    assert not sweep_one(killed)
+    os.close(handle)
+    (killed / "notes.txt").write_text("mine")
+    assert not sweep_one(killed)
+    (killed / "notes.txt").unlink()
+    assert sweep_one(killed)
+    assert not killed.exists()
+
+
+def test_a_lock_that_another_one_replaced_is_none(
+    killed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between our open and our flock somebody swept the folder, and a maker has it now."""
+    real = fcntl.flock
+
+    def flock(handle: int, how: int) -> None:
+        if how != fcntl.LOCK_UN:
+            (killed / "lock").unlink()
+            (killed / "lock").touch(0o600)
+        real(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert not sweep_one(killed)
+    assert (killed / "journal-000000").exists()
+
+
+def test_spools_are_made_while_others_sweep(tmp_path: Path) -> None:
+    """Whoever sweeps may take a folder that is empty; never one with something in it."""
+    context = multiprocessing.get_context("spawn")
+    done = context.Event()
+    sweepers = [
+        context.Process(target=sweep_until, args=(private_root(tmp_path), done)) for _ in range(2)
+    ]
+    for process in sweepers:
+        process.start()
+    try:
+        for number in range(300):
+            with Spool.made(make_info(session_id=f"{number:08}"), tmp_path) as spool:
+                (spool.path / "journal-000000").write_bytes(b"x")
+            assert (spool.path / "journal-000000").exists()
+            assert Spool.open(spool.path).info == spool.info
+            spool.remove()
+    finally:
+        done.set()
+        for process in sweepers:
+            process.join()
+    assert [process.exitcode for process in sweepers] == [0, 0]
+
+
+def sweep_until(root: Path, done: multiprocessing.synchronize.Event) -> None:
+    while not done.is_set():
+        sweep(root)

@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from smdist import kernel, statistics
+from smdist import kernel
 from smdist.errors import UnknownKey
-from smdist.statistics import COLUMNS, columns_for, derive, measure, merge_rows
+from smdist.kernel import tensor_stats as statistics
+from smdist.kernel.tensor_stats import COLUMNS, columns_for, derive, measure, merge_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

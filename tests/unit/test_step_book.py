@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smdist.coordination.membership import rank_reports
-from smdist.coordination.merge import Fact, StepKey, View, add, fold
-from smdist.coordination.steps import StepBook
+from smdist.coordination.view.membership import rank_reports
+from smdist.coordination.view.run_view import Fact, StepKey, View, add, fold
+from smdist.coordination.view.step_index import StepBook
+from smdist.format.manifest import RankManifest, RankState, Session, StepEntry
 from smdist.identity import ModeKeys
-from smdist.manifest import RankManifest, RankState, Session, StepEntry
 from tests.view_facts import facts, many_steps
 
 MODES = (ModeKeys.TRAIN, ModeKeys.EVAL, ModeKeys.GLOBAL)

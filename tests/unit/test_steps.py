@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from smdist.errors import ConfigurationError
 from smdist.identity import ModeKeys, StepRef
-from smdist.workers.steps import AT_ONCE, StepClock
+from smdist.workers.hook.step_clock import AT_ONCE, StepClock
 
 T, E, P, G = ModeKeys.TRAIN, ModeKeys.EVAL, ModeKeys.PREDICT, ModeKeys.GLOBAL
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from smdist.storage import sync
+from smdist.storage import loop_thread as sync
 
 
 async def thread_id() -> int:
@@ -67,7 +67,7 @@ def python(source: str, folder: Path) -> tuple[str, str]:
 
 HEAD = """
 import asyncio, atexit, os, sys, threading
-from smdist.storage import LocalStore, sync
+from smdist.storage import LocalStore, loop_thread as sync
 async def ident():
     return threading.get_ident()
 """
@@ -145,7 +145,7 @@ import atexit, sys
 def last():
     print(sync.run(store.put("last", [b"v"])))
 atexit.register(last)  # before ours, so it runs after it
-from smdist.storage import LocalStore, sync
+from smdist.storage import LocalStore, loop_thread as sync
 store = LocalStore(sys.argv[1])
 sync.run(store.put("k", [b"v"]))
 """,

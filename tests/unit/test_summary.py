@@ -9,13 +9,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from smdist.coordination.merge import View, merge
+from smdist.coordination.view.run_view import View, merge
+from smdist.format.manifest import RankManifest, RankSummary, Session, manifest_key, summary_key
+from smdist.format.stored_json import encode
 from smdist.identity import ModeKeys
-from smdist.manifest import RankManifest, RankSummary, Session, manifest_key, summary_key
-from smdist.storage import MemoryStore, sync
-from smdist.trials.loader import Loader, News
-from smdist.workers import summary as module
-from smdist.workers.summary import Summary
+from smdist.storage import MemoryStore
+from smdist.storage import loop_thread as sync
+from smdist.trials.run_loader import Loader, News
+from smdist.workers.upload import summaries as module
+from smdist.workers.upload.summaries import Summary
 from tests.run_builder import RunBuilder
 
 TRAIN = ModeKeys.TRAIN
@@ -164,8 +166,8 @@ def test_one_that_is_not_whole_is_not_believed(harm: str) -> None:
     if harm == "torn":
         data = data[:1000]
     else:
-        data = msgspec.json.encode(msgspec.structs.replace(made, manifests=changed[harm]))
+        data = encode(msgspec.structs.replace(made, manifests=changed[harm]), key)
     sync.run(store.put(key, [data]))
     found = poll(store)
     assert found.facts == plain.facts
-    assert found.troubles == {}
+    assert set(found.troubles) == {key}, "it is said once"

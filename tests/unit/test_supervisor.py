@@ -13,9 +13,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from smdist.record import End
-from smdist.workers.processes import alive
-from smdist.workers.supervisor import Supervisor
+from smdist.format.journal_records import End
+from smdist.processes import alive
+from smdist.workers.upload.process import Supervisor
 from tests.integration.rig import REPOSITORY, Job, Rank, make_spool, read_store, until
 
 
@@ -42,8 +42,8 @@ def run_script(
     import os, sys, time
     from pathlib import Path
     import msgspec
-    from smdist.record import End
-    from smdist.workers.supervisor import Supervisor
+    from smdist.format.journal_records import End
+    from smdist.workers.upload.process import Supervisor
     from tests.integration.rig import Job, Rank, make_spool, until
     job = msgspec.json.decode({msgspec.json.encode(job)!r}, type=Job)
     spool = make_spool(job)
@@ -252,4 +252,26 @@ def test_the_uploader_loads_only_what_it_needs(job: Job, rank: Rank) -> None:
     finish(rank)
     assert supervisor.join(60)
     assert not alive(rank.ledger.uploader_pid)
+    rank.close()
+
+
+def test_the_uploader_stands_in_a_directory_that_exists(
+    rank: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    supervisor = Supervisor(rank.spool)
+    supervisor.start()
+    first = supervisor.pid
+    until(lambda: os.getsid(first) == first, "its session")
+    assert os.readlink(f"/proc/{first}/cwd") == str(work)
+    work.rmdir()
+    os.kill(first, signal.SIGKILL)
+    until(lambda: supervisor.pid not in (0, first), "the next one")
+    second = supervisor.pid
+    until(lambda: os.getsid(second) == second, "its session")
+    assert os.readlink(f"/proc/{second}/cwd") == "/"
+    finish(rank)
+    assert supervisor.join(60)
     rank.close()

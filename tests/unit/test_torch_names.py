@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import nn
 
-from smdist.workers.torch_callback import Callback
-from smdist.workers.torch_flatten import MOST_ENTRIES, tensors_in
-from smdist.workers.torch_names import Names, entrance, inner, parameters_of
+from smdist.workers.torch_adapter.callbacks import Callback
+from smdist.workers.torch_adapter.module_names import Names, entrance, inner, parameters_of
+from smdist.workers.torch_adapter.nested_tensors import MOST_ENTRIES, tensors_in
 
 
 class Block(nn.Module):

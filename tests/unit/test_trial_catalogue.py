@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smdist.coordination.merge import View, fold
+from smdist.coordination.view.run_view import View, fold
+from smdist.format.manifest import RankManifest, StepEntry
 from smdist.identity import ModeKeys
-from smdist.manifest import RankManifest, StepEntry
 from smdist.trials.advance import advance
 from smdist.trials.catalogue import Catalogue, StepState
 

@@ -11,6 +11,8 @@ import pytest
 
 from smdist import errors
 from smdist.analysis.utils import no_refresh
+from smdist.format.manifest import Run
+from smdist.format.stored_json import encode
 from smdist.identity import ModeKeys
 from smdist.storage import LocalStore
 from smdist.trials import MissingReason, RankStatus, StepState, Trial, create_trial
@@ -352,7 +354,8 @@ def test_only_the_chosen_worker_is_expected(run: RunBuilder, tmp_path: Path) -> 
 
 
 def test_a_format_of_the_future_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text('{"run_id":"r","created":0,"framework":"","format":99}')
+    newer = Run("r", 0.0, "", format=99)
+    (tmp_path / "run.json").write_bytes(encode(newer, "run.json"))
     with pytest.raises(errors.TrialError, match="newer"):
         create_trial(tmp_path)
 
@@ -371,3 +374,15 @@ def test_a_description_names_who_is_lost_and_where(run: RunBuilder, tmp_path: Pa
         for line in lines
     )
     assert "  never started: worker_3, worker_5 to worker_39" in lines
+
+
+def test_a_description_of_many_lost_ranks_names_the_rest_in_groups(
+    run: RunBuilder, tmp_path: Path
+) -> None:
+    lost = [rank for rank in range(40) if rank not in (0, 20)]
+    for rank in range(40):
+        writer = save(run.rank(rank, 40), 0)
+        writer.lose() if rank in lost else writer.end()
+    lines = create_trial(tmp_path).describe().splitlines()
+    assert "  worker_16 was lost after step 0: SIGKILL" in lines
+    assert lines[-1] == "  and 22 more: worker_17 to worker_19, worker_21 to worker_39"

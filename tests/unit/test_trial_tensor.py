@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from smdist import errors
-from smdist.collection import Collection
+from smdist.config.collection import Collection
+from smdist.format.manifest import CollectionInfo
 from smdist.identity import ModeKeys
-from smdist.manifest import CollectionInfo
 from smdist.storage import LocalStore
 from smdist.trials import Trial, create_trial
 from tests.run_builder import RunBuilder, Saved

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smdist.storage import uncached
-from smdist.storage.uncached import Uncached, drop
+from smdist.storage import direct_io as uncached
+from smdist.storage.direct_io import Uncached, drop
 
 MIB = 1 << 20
 
@@ -123,7 +123,7 @@ def test_a_file_system_that_wants_it_otherwise_gets_it_the_usual_way(
     def refuse(descriptor: int, data: memoryview) -> int:
         raise OSError(errno.EINVAL, "Invalid argument")
 
-    monkeypatch.setattr("smdist.storage.uncached.os.write", refuse)
+    monkeypatch.setattr("smdist.storage.direct_io.os.write", refuse)
     data = os.urandom(3 * MIB)
     assert store(tmp_path / "file", [data], Uncached()) == 0
     assert (tmp_path / "file").read_bytes() == data
@@ -137,7 +137,7 @@ def test_a_write_that_took_less_goes_on_where_it_ended(
     write = os.write
     with monkeypatch.context() as patch:
         patch.setattr(
-            "smdist.storage.uncached.os.write", lambda at, data: write(at, bytes(data[:most]))
+            "smdist.storage.direct_io.os.write", lambda at, data: write(at, bytes(data[:most]))
         )
         patch.setattr(uncached, "_set_direct", lambda descriptor, on: True)  # of any size
         data = os.urandom(MIB + 3)
@@ -150,7 +150,7 @@ def test_errors_other_than_that_are_told(tmp_path: Path, monkeypatch: pytest.Mon
     def full(descriptor: int, data: memoryview) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("smdist.storage.uncached.os.write", full)
+    monkeypatch.setattr("smdist.storage.direct_io.os.write", full)
     with pytest.raises(OSError, match="No space left"):
         store(tmp_path / "file", [bytes(MIB)], Uncached())
 
@@ -167,9 +167,9 @@ def test_a_slow_disk_is_spared_for_a_while(tmp_path: Path, monkeypatch: pytest.M
         return take
 
     writer, data = Uncached(clock), [bytes(8 * MIB)]
-    monkeypatch.setattr("smdist.storage.uncached.os.write", slowly(0.01))  # 200 MB/s
+    monkeypatch.setattr("smdist.storage.direct_io.os.write", slowly(0.01))  # 200 MB/s
     assert store(tmp_path / "file", data, writer)
-    monkeypatch.setattr("smdist.storage.uncached.os.write", slowly(0.03))  # 70 MB/s
+    monkeypatch.setattr("smdist.storage.direct_io.os.write", slowly(0.03))  # 70 MB/s
     assert store(tmp_path / "file", data, writer)
     assert not store(tmp_path / "file", data, writer)
     clock.now += 11

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from smdist.workers.memory import check_spool
-from smdist.workers.recover import find_spools
-from smdist.workers.spool import private_root, sweep_rehearsals
+from smdist.workers.hook.buffer_location import check_spool
+from smdist.workers.spool.private_files import private_root
+from smdist.workers.spool.spool import sweep
+from smdist.workers.upload.recover import find_spools
 
 LOOKS = 5000  # many times as many as it takes to meet the moment
 
@@ -20,9 +21,10 @@ COME_AND_GO = """
 import contextlib, os, sys
 print(flush=True)
 while True:
-    for come_or_go in (os.mkdir, os.rmdir):
-        with contextlib.suppress(OSError):  # somebody has put something into it
-            come_or_go(sys.argv[1])
+    with contextlib.suppress(OSError):
+        os.mkdir(sys.argv[1], 0o700)
+    with contextlib.suppress(OSError):  # somebody has put something into it
+        os.rmdir(sys.argv[1])
 """
 
 
@@ -41,12 +43,12 @@ def root(tmp_path: Path) -> Iterator[Path]:
 
 LOOKING: list[Callable[[Path], object]] = [
     lambda root: find_spools([root]),
-    lambda root: sweep_rehearsals(private_root(root)),
+    lambda root: sweep(private_root(root)),
     lambda root: check_spool(str(root), {}),
 ]
 
 
-@pytest.mark.parametrize("look", LOOKING, ids=["find_spools", "sweep_rehearsals", "check_spool"])
+@pytest.mark.parametrize("look", LOOKING, ids=["find_spools", "sweep", "check_spool"])
 def test_who_looks_for_spools_meanwhile_is_not_disturbed(
     root: Path, look: Callable[[Path], object]
 ) -> None:

@@ -14,10 +14,11 @@ import ctypes
 import mmap
 import os
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 from smdist import kernel
-from smdist.workers.freelist import FreeList
+from smdist.workers.capture.freelist import FreeList
 
 __all__ = ["ALIGNMENT", "Arena", "arena_name", "rounded"]
 
@@ -45,8 +46,9 @@ class Arena:
         except BaseException:
             os.close(self._fd)
             raise
-        self._anchor = ctypes.c_char.from_buffer(self._map)
-        self.address = ctypes.addressof(self._anchor)
+        anchor = ctypes.c_char.from_buffer(self._map)
+        self._anchor: ctypes.c_char | None = anchor
+        self.address = ctypes.addressof(anchor)
         self.view = memoryview(self._map)
         self._list = FreeList()
         self._reserved = 0
@@ -86,6 +88,11 @@ class Arena:
         with self._lock:
             self._list.give(offset, rounded(nbytes))
 
+    def reset(self, in_use: Iterable[tuple[int, int]]) -> None:
+        """Free all that is reserved, but for those ranges: an exception may have come in between."""
+        with self._lock:
+            self._list = FreeList.beside(in_use, self._reserved)
+
     def warm(self, nbytes: int) -> None:
         """Reserve `nbytes` more, if the limit allows, and fault their pages in."""
         self._grow(nbytes, warm=True)
@@ -110,8 +117,11 @@ class Arena:
             return self._list.tail(self._reserved) + size >= nbytes
 
     def close(self) -> None:
-        del self._anchor
+        """Can be repeated if it is interrupted."""
+        self._anchor = None
         self.view.release()
         with contextlib.suppress(BufferError):  # a framework holds a view: freed with the process
             self._map.close()
-        os.close(self._fd)
+        descriptor, self._fd = self._fd, -1  # first: another file may have that number afterwards
+        if descriptor >= 0:
+            os.close(descriptor)

@@ -3,6 +3,10 @@
 Called by `Capture` under its lock. A range taken is pinned with the ordinal of the journal record
 that names it, and free again once the uploader has acknowledged that ordinal.
 
+Which ranges are in use is the truth, kept in one dict: an entry is made before anybody writes into its
+range and changed by one assignment. What is free, and in which order ranges become free, follows from
+it: `settle` works that out again after an exception that came in the middle of something.
+
 The journal's bytes that are not acknowledged count too: small values travel in it. A margin beyond
 the limit is for its records alone, so that what was dropped can be said when the buffer is full.
 
@@ -13,19 +17,21 @@ other: it is taken, pinned and freed as one range.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import NamedTuple
 
 from smdist.errors import SpoolUnavailable
-from smdist.workers.arena import Arena, arena_name, rounded
-from smdist.workers.spool import Spool, no_room
+from smdist.workers.capture.arena import Arena, arena_name, rounded
+from smdist.workers.spool.spool import Spool, no_room
 
 __all__ = ["Buffer", "Spot", "Strip"]
 
 STRIP_BYTES = 8 << 20
 _STRIP_SHARE = 16  # that part of the buffer at most
 _MARGIN_SHARE, _LEAST_MARGIN = 8, 64 << 10
+_HELD = 1 << 62  # in the place of an ordinal: no record names the range yet
+_ARENA = 56  # bits of a key that are below the number of its arena
 
 
 class Spot(NamedTuple):
@@ -37,6 +43,10 @@ class Spot(NamedTuple):
     @property
     def end(self) -> int:
         return self.offset + self.nbytes
+
+    @property
+    def key(self) -> int:
+        return self.arena << _ARENA | self.offset
 
 
 class Strip:
@@ -54,10 +64,11 @@ class Buffer:
         self._spool, self._say = spool, say
         self._arenas = [Arena(spool.path / arena_name(0), limit_bytes)]
         self._refused = False  # even the disk
-        self._full = [False]  # the file system under that arena has no room left
+        self._full: set[int] = set()  # arenas whose file system has no room left
         # Plain tuples of numbers: the garbage collector does not follow those. Objects that pile up
         # here by the thousand would make it go through all of the training script's, again and again.
-        self._pinned: deque[tuple[int, int, int, int]] = deque()
+        self._in_use: dict[int, tuple[int, int]] = {}  # arena and offset -> bytes, ordinal
+        self._pinned: deque[tuple[int, int]] = deque()  # ordinal and key, in order
         self._marks: deque[tuple[int, int]] = deque()  # a record, and the journal's bytes before it
         self._stored = self._granted = 0  # bytes of the journal: acknowledged; allowed
         self.margin_bytes = max(limit_bytes // _MARGIN_SHARE, _LEAST_MARGIN)
@@ -74,6 +85,7 @@ class Buffer:
 
     def take(self, nbytes: int) -> Spot | None:
         """A place for `nbytes`, None when the limit or the file systems leave none."""
+        nbytes = nbytes or 1  # a range of its own, even for nothing
         if self._over(nbytes):
             return None
         for index, arena in enumerate(self._arenas):
@@ -85,8 +97,9 @@ class Buffer:
                 self._note_full(index)
                 continue
             if offset >= 0:
+                self._in_use[index << _ARENA | offset] = (rounded(nbytes), _HELD)
                 return Spot(index, offset, nbytes, arena.address + offset)
-        if self._full == [True] and self._add_overflow(nbytes):
+        if len(self._arenas) == 1 and self._full and self._add_overflow(nbytes):
             return self.take(nbytes)
         return None
 
@@ -101,6 +114,7 @@ class Buffer:
         spot = Spot(0, offset, size, 0) if offset >= 0 else self.take(rounded(nbytes))
         if spot is None:
             return False
+        self._in_use[spot.key] = (spot.nbytes, _HELD)
         strip = self.strip
         strip.arena, strip.address = spot.arena, self._arenas[spot.arena].address
         strip.start = strip.at = spot.offset
@@ -135,35 +149,61 @@ class Buffer:
     def retire(self, ordinal: int) -> None:
         """Pin what was cut from the strip with the last record so far, give back the rest."""
         strip = self.strip
-        if strip.at > strip.start:
-            self._pinned.append((ordinal, strip.arena, strip.start, strip.at - strip.start))
-        if strip.end > strip.at:
+        if strip.end:
+            spot = Spot(strip.arena, strip.start, strip.end - strip.start, 0)
+            used = strip.at - strip.start
+            if used:
+                self.pin(spot._replace(nbytes=used), ordinal)
+            else:
+                del self._in_use[spot.key]
             self._arenas[strip.arena].give(strip.at, strip.end - strip.at)
-        strip.start = strip.at = strip.end = 0
+            strip.start = strip.at = strip.end = 0
 
     def view(self, spot: Spot) -> memoryview:
         return self._arenas[spot.arena].view[spot.offset : spot.end]
 
     def pin(self, spot: Spot, ordinal: int) -> None:
-        self._pinned.append((ordinal, spot.arena, spot.offset, spot.nbytes))
+        self._in_use[spot.key] = (rounded(spot.nbytes), ordinal)
+        self._pinned.append((ordinal, spot.key))
 
     def give_back(self, spot: Spot) -> None:
+        del self._in_use[spot.key]
         self._arenas[spot.arena].give(spot.offset, spot.nbytes)
 
     def reclaim(self, acked: int) -> None:
         """Free what every record below `acked` named."""
         pinned = self._pinned
         while pinned and pinned[0][0] < acked:
-            _, arena, offset, nbytes = pinned.popleft()
-            self._arenas[arena].give(offset, nbytes)
+            key = pinned.popleft()[1]
+            nbytes, _ = self._in_use.pop(key)
+            self._arenas[key >> _ARENA].give(key & (1 << _ARENA) - 1, nbytes)
         marks = self._marks
         while marks and marks[0][0] <= acked:
             self._stored = marks.popleft()[1]
 
+    def settle(self, ordinal: int, awaited: Container[int]) -> None:
+        """After an exception: what is in use stays so, all else is free.
+
+        Held ranges may be named by a record up to `ordinal`, the last one, or by none: they are kept
+        until that is stored. Those in `awaited` are held by somebody who goes on.
+        """
+        for key, (nbytes, state) in tuple(self._in_use.items()):
+            if state == _HELD and key not in awaited:
+                self._in_use[key] = (nbytes, ordinal)
+        strip = self.strip
+        strip.start = strip.at = strip.end = 0
+        known = sorted((state, key) for key, (_, state) in self._in_use.items() if state != _HELD)
+        self._pinned = deque(known)
+        ranges: list[list[tuple[int, int]]] = [[] for _ in self._arenas]
+        for key, (nbytes, _) in self._in_use.items():
+            ranges[key >> _ARENA].append((key & (1 << _ARENA) - 1, nbytes))
+        for arena, in_use in zip(self._arenas, ranges, strict=True):
+            arena.reset(in_use)
+
     def warm(self, nbytes: int) -> None:
         """Have `nbytes` more ready; called off the training thread."""
         for index, arena in enumerate(self._arenas):
-            if not self._full[index]:
+            if index not in self._full:
                 try:
                     arena.warm(nbytes)
                 except OSError as error:
@@ -173,8 +213,8 @@ class Buffer:
                 return
 
     def _note_full(self, index: int) -> None:
-        if not self._full[index]:
-            self._full[index] = True
+        if index not in self._full:
+            self._full.add(index)
             where = (self._spool.path, self._spool.overflow)[index]
             self._say(f"{where} has no more room for the capture buffer")
 
@@ -184,6 +224,7 @@ class Buffer:
             return False
         try:
             folder: Path = self._spool.make_overflow()
+            (folder / arena_name(1)).unlink(missing_ok=True)  # of a try that was interrupted
             arena = Arena(folder / arena_name(1), capacity)
         except (OSError, SpoolUnavailable) as error:
             if not self._refused:
@@ -192,7 +233,6 @@ class Buffer:
             return False
         self._say(f"the rest of the capture buffer goes to disk: {folder}; capture will be slower")
         self._arenas.append(arena)
-        self._full.append(False)
         return True
 
     def close(self) -> None:

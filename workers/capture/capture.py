@@ -13,37 +13,54 @@ Any thread may call `save`; a lock keeps the journal in order. `save` copies on 
 does no other work: no file is created, nothing is compressed, nobody is waited for, unless the buffer
 is full and `on_full` says "block". None of these raises for want of room: what finds none is dropped, and
 that it was dropped is said in the journal, as soon as that has room itself.
+
+A signal handler may raise at any moment, in the middle of any of these. `_busy` says what is under way;
+if it still does when the next operation begins, that one first makes good what was cut off, and says in
+the journal which tensors were lost by it. Nobody waits within an operation: what finds no room ends, and
+is tried again from its beginning.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Generic, Literal, NamedTuple, TypeVar
+from functools import partial
+from types import FrameType
+from typing import Final, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
 from smdist import kernel
 from smdist.errors import SpoolUnavailable
+from smdist.format.journal_records import (
+    Close,
+    Describe,
+    Drop,
+    End,
+    Flush,
+    Inline,
+    Part,
+    Record,
+    Trouble,
+)
 from smdist.identity import StepRef, encodable
-from smdist.record import Close, Describe, Drop, End, Flush, Inline, Part, Record, Trouble
-from smdist.statistics import measure_into
-from smdist.workers.arena import ALIGNMENT
-from smdist.workers.buffer import Buffer, Spot
-from smdist.workers.deferred import Deferred
-from smdist.workers.host import Host, Wait
-from smdist.workers.journal import JournalFileFull, JournalWriter
-from smdist.workers.ledger import Ledger
-from smdist.workers.part import INLINE_BYTES, PartPlan
-from smdist.workers.records import JournalRoomTaken, Records
-from smdist.workers.spool import Doorbell, Spool
-from smdist.workers.warmer import Warmer
+from smdist.kernel.tensor_stats import measure_into
+from smdist.workers.capture.arena import ALIGNMENT
+from smdist.workers.capture.buffer import Buffer, Spot
+from smdist.workers.capture.deferred import Deferred
+from smdist.workers.capture.journal_room import JournalRoomTaken, Records
+from smdist.workers.capture.part_plan import INLINE_BYTES, PartPlan
+from smdist.workers.capture.tensor_access import Host, Wait
+from smdist.workers.capture.warmer import Warmer
+from smdist.workers.spool.ack_page import Ledger
+from smdist.workers.spool.journal import JournalFileFull, JournalWriter
+from smdist.workers.spool.spool import Doorbell, Spool
 
 __all__ = ["Capture", "CaptureLimits", "Usage"]
 
 T = TypeVar("T")
-R = TypeVar("R")
 Stamp = tuple[int, int, int, float]
 
 _STEPS_AHEAD = 3  # warm room for so many steps of the size last seen
@@ -51,6 +68,9 @@ _MOST_TROUBLES = 100
 _PATIENCE_S = 2.0  # a longer wait for room is told to the user
 _LAST_CHANCE_S = 10.0  # at the end, for room to appear, once nothing else is waited for
 _MOST_REASONS = 5  # to drop, told to the user
+_CUT_OFF = "an exception interrupted its capture"
+_NESTED = "a signal handler saved it in the middle of another save"
+_OTHER: Final = "not a save"  # is under way
 
 
 class CaptureLimits(msgspec.Struct, frozen=True):
@@ -75,7 +95,48 @@ class Usage(NamedTuple):
     pending_records: int
 
 
+class _Waiting(NamedTuple):
+    """A save that waits for room."""
+
+    frame: FrameType
+    stamp: Stamp
+    plan: PartPlan
+
+
 class Capture(Generic[T]):
+    __slots__ = (  # more than a class keeps at hand otherwise
+        "_attended",
+        "_blocked_s",
+        "_buffer",
+        "_busy",
+        "_captured_bytes",
+        "_captured_steps",
+        "_deferred",
+        "_doorbell",
+        "_dropped_bytes",
+        "_dropped_tensors",
+        "_ended",
+        "_host",
+        "_is_open",
+        "_journal",
+        "_ledger",
+        "_limits",
+        "_lock",
+        "_owed",
+        "_planned",
+        "_reasons",
+        "_records",
+        "_ref",
+        "_say",
+        "_scratch",
+        "_scratch_address",
+        "_stalled_at",
+        "_step_bytes",
+        "_troubles",
+        "_waiting",
+        "_warmer",
+    )
+
     def __init__(
         self, spool: Spool, host: Host[T], limits: CaptureLimits, say: Callable[[str], None]
     ) -> None:
@@ -89,7 +150,9 @@ class Capture(Generic[T]):
         self._warmer = Warmer(self._buffer)
         self._deferred = Deferred(lambda error: self.trouble(f"device copy failed: {error}"))
         self._lock = threading.RLock()
-        self._room = threading.Condition(self._lock)
+        self._busy: PartPlan | str | None = None  # what is under way, or was when it was cut off
+        self._waiting: dict[int, _Waiting] = {}  # by thread
+        self._owed: list[Record] = []  # to be written when what is under way has ended
         self._scratch = bytearray(INLINE_BYTES)
         self._scratch_address = kernel.address_of(self._scratch)
         self._ref: StepRef | None = None
@@ -98,7 +161,6 @@ class Capture(Generic[T]):
         self._captured_bytes = self._captured_steps = 0
         self._dropped_tensors = self._dropped_bytes = 0
         self._blocked_s = 0.0
-        self._waiting = 0  # the thread that waits for room, and has let go of the lock for that
         self._reasons: set[str] = set()  # to drop, that were told
         self._stalled_at = -1  # how far the store had come when a wait for room ran out
         self._troubles: dict[str, int] = {}
@@ -115,27 +177,51 @@ class Capture(Generic[T]):
     def open_step(self) -> StepRef | None:
         return self._ref if self._is_open else None
 
-    def begin(self, ref: StepRef, *, planned: bool = True) -> None:
-        """`planned` false: nothing is due at this step, the script has values of its own."""
+    def begin(self, ref: StepRef, *, planned: bool = True) -> bool:
+        """`planned` false: nothing is due at this step, the script has values of its own.
+
+        False: it did not begin.
+        """
         with self._lock:
-            if self._ended:
-                return
-            self.close_step()
-            self._ref, self._is_open, self._step_bytes = ref, True, 0
-            self._planned = planned
+            if self._ended or not self._ready():
+                return False
+            self._busy = _OTHER
+            if ref != self._ref:
+                self._close_step()
+            self._ref, self._planned = ref, planned
+            self._is_open, self._step_bytes = True, 0
             self._journal.begin(ref.mode.value, ref.mode_step, ref.step)
             self._buffer.retire(self._journal.next_ordinal - 1)
             self._buffer.reclaim(self._ledger.acked)
+            self._busy = None
+        return True
 
     def close_step(self) -> None:
         with self._lock:
-            if not self._is_open or self._ref is None:
-                return
-            self._is_open = False
-            self._captured_steps += 1
-            self._commit(Close(*self._stamp(self._ref), self._planned))
-            self._doorbell.ring()
-            self._warmer.want(_STEPS_AHEAD * self._step_bytes)
+            if not self._ended and self._ready():
+                self._busy = _OTHER
+                self._close_step()
+                self._busy = None
+
+    def _close_step(self) -> None:
+        if not self._is_open or self._ref is None:
+            return
+        self._commit(Close(*self._stamp(self._ref), self._planned))
+        self._is_open = (
+            False  # not before: interrupted in between it is closed again, rather than not
+        )
+        self._captured_steps += 1
+        self._doorbell.ring()
+        self._warmer.want(_STEPS_AHEAD * self._step_bytes)
+
+    def spoil(self, ref: StepRef, reason: str) -> None:
+        """Step `ref` must not look complete: some of what was planned for it did not come."""
+        with self._lock:
+            if not self._ended and self._ready():
+                self._busy = _OTHER
+                self._tell_once(ref.step, reason, f"not everything was captured: {reason}")
+                self._commit(Drop(*self._stamp(ref), (), 0, encodable(reason)))
+                self._busy = None
 
     def save(self, plan: PartPlan, tensors: Sequence[T]) -> bool:
         """Capture `tensors`, which are as `plan` says, at the current step. False: dropped."""
@@ -143,50 +229,103 @@ class Capture(Generic[T]):
             ref = self._ref
             if ref is None or self._ended:
                 return False
-            if not self._deferred.pending:
-                if plan.single and self._save_single(plan, tensors[0]):
-                    return True
-                if plan.nbytes <= INLINE_BYTES:
-                    return self._save_inline(ref, plan, tensors)
-            return self._save_in_arena(ref, plan, tensors)
+            if self._busy is not None and not self._settled():
+                self._owed.append(self._dropped(self._stamp(ref), plan, _NESTED))
+                return False
+            self._busy = plan
+            if plan.single and not self._deferred.pending and self._save_single(plan, tensors[0]):
+                self._busy = None
+                return True
+            stamp = self._stamp(ref)
+            saved = self._try_to_save(plan, stamp, tensors)
+            if saved is None:
+                self._waiting[threading.get_ident()] = _Waiting(sys._getframe(), stamp, plan)
+            self._busy = None
+        if saved is None:
+            return self._insist(
+                plan, stamp, lambda: not self._ended and self._try_to_save(plan, stamp, tensors)
+            )
+        return saved
+
+    # -- what was cut off ----------------------------------------------------------------------
+
+    def _ready(self) -> bool:
+        """Called first by every operation. False: it is a signal handler's, inside of another one."""
+        if self._busy is not None and not self._settled():
+            return False
+        if self._waiting:
+            waiting = self._waiting.get(threading.get_ident())
+            if waiting is not None and not _runs(waiting.frame):
+                self._commit(self._dropped(waiting.stamp, waiting.plan, _CUT_OFF))
+                self._waiting.pop(threading.get_ident(), None)
+        while self._owed:
+            self._commit(self._owed[0])
+            del self._owed[0]
+        return True
+
+    def _settled(self) -> bool:
+        """An operation was cut off by an exception: make it good. False: it is still under way."""
+        if " count=1 " not in repr(self._lock):  # before 3.11 nothing else tells
+            return False
+        cut = self._busy
+        self._journal.settle()
+        self._records.settle()
+        self._buffer.settle(self._journal.next_ordinal - 1, self._deferred.held())
+        if self._ref is not None:
+            self._journal.begin(self._ref.mode.value, self._ref.mode_step, self._ref.step)
+            if isinstance(cut, PartPlan):
+                self._commit(self._dropped(self._stamp(self._ref), cut, _CUT_OFF))
+        self._busy = None
+        return True
 
     # -- the rest of what a hook says ----------------------------------------------------------
 
     def describe(self, key: str, data: bytes) -> None:
-        with self._lock:
-            if not self._ended:
-                self._commit(Describe(key, data))
+        if not self._ended:
+            self._do(Describe(key, data))
 
     def trouble(self, message: str) -> None:
         """Note an error of ours; each text is journalled once, however often it comes."""
         message = encodable(message)
         with self._lock:
+            if not self._ready():
+                return
+            self._busy = _OTHER
             seen = self._troubles.get(message, 0)
             if seen == 0 and len(self._troubles) >= _MOST_TROUBLES:
                 message = "further errors"
                 seen = self._troubles.get(message, 0)
-            self._troubles[message] = seen + 1
             if seen == 0 and not self._ended:
                 step = -1 if self._ref is None else self._ref.step
                 self._commit(Trouble(message, step, time.time()))
+            self._troubles[message] = seen + 1
+            self._busy = None
 
     def end(self, reason: str = "") -> None:
         """An orderly end closes the open step; an end with a reason leaves it open."""
         with self._lock:
-            if self._ended:
+            if self._ended or not self._ready():
                 return
+            self._busy = _OTHER
             if not reason:
-                self.close_step()
+                self._close_step()
             self._commit(End(encodable(reason), time.time()))
             self._ended = True
+            self._busy = None
         self._doorbell.ring()
 
     def flush(self) -> None:
         """Have what is there stored at once, be it little; `drain` waits for that."""
-        with self._lock:
-            if not self._ended:
-                self._commit(Flush())
+        if not self._ended:
+            self._do(Flush())
         self._doorbell.ring()
+
+    def _do(self, record: Record) -> None:
+        with self._lock:
+            if self._ready():
+                self._busy = _OTHER
+                self._commit(record)
+                self._busy = None
 
     def drain(
         self, timeout_s: float, progress: Callable[[Usage, str], None] = lambda _u, _t: None
@@ -203,7 +342,10 @@ class Capture(Generic[T]):
             if now > (deadline if behind else min(deadline, last_chance)):
                 return False
             with self._lock:
-                self._records.write_kept()
+                if self._ready():
+                    self._busy = _OTHER
+                    self._records.write_kept()
+                    self._busy = None
             self._doorbell.ring()
             progress(self.usage(), self._ledger.trouble)
             time.sleep(0.02)
@@ -238,33 +380,46 @@ class Capture(Generic[T]):
     @property
     def interrupted(self) -> bool:
         """Whether this thread is at work in here: asked by a signal handler, which has to wait."""
-        within = self._room._is_owned() or self._waiting == threading.get_ident()  # type: ignore[attr-defined]
-        return bool(within)
+        waiting = self._waiting.get(threading.get_ident())
+        within = waiting is not None and _runs(waiting.frame)
+        return within or bool(self._lock._is_owned())  # type: ignore[attr-defined]
 
     def close(self) -> None:
+        """Can be repeated if it is interrupted."""
         with self._lock:
             self._ended = True
-            self._warmer.stop()
+            warm = self._warmer.stop()
             self._journal.close()
             self._doorbell.close()
-            self._buffer.close()
+            if warm:
+                self._buffer.close()
             self._ledger.close()
 
     # -- copying ------------------------------------------------------------------------------
 
-    def _save_inline(self, ref: StepRef, plan: PartPlan, tensors: Sequence[T]) -> bool:
+    def _try_to_save(self, plan: PartPlan, stamp: Stamp, tensors: Sequence[T]) -> bool | None:
+        """Within an operation. None: there is no room, and it is worth waiting for some."""
+
+        def save() -> bool | str | None:
+            if plan.nbytes <= INLINE_BYTES and not self._deferred.pending:
+                return self._save_inline(plan, stamp, tensors)
+            spot = self._buffer.take(plan.nbytes)
+            return None if spot is None else self._save_at(spot, stamp, plan, tensors)
+
+        return self._find_room(save, stamp, plan)
+
+    def _save_inline(self, plan: PartPlan, stamp: Stamp, tensors: Sequence[T]) -> bool | str | None:
         target = memoryview(self._scratch)[: plan.nbytes]
-        for wait in self._copy(plan, tensors, self._scratch_address, target):
+        for wait in self._copy(plan, tensors, self._scratch_address, target)[0]:
             wait()
-        data, stamp = bytes(target), self._stamp(ref)
+        data = bytes(target)
 
         def record_of(kind: int) -> Record:
             return Inline(*stamp, kind, data)
 
-        outcome = self._append_or_wait(plan, stamp, record_of, values=True)
-        if isinstance(outcome, str):
-            self._commit(self._dropped(stamp, plan, outcome))
-            return False
+        outcome = self._append(plan, record_of, values=True)
+        if not isinstance(outcome, int):
+            return outcome
         self._captured_bytes += plan.nbytes
         return True
 
@@ -294,73 +449,87 @@ class Capture(Generic[T]):
         self._step_bytes += nbytes
         return True
 
-    def _save_in_arena(self, ref: StepRef, plan: PartPlan, tensors: Sequence[T]) -> bool:
-        def take() -> Spot | None:
-            return self._buffer.take(plan.nbytes)
-
-        stamp = self._stamp(ref)
-        spot: Spot | str | None = take()
-        if spot is None:
-            spot = self._wait_for_room(ref.step, plan.nbytes, take)
-        if isinstance(spot, str):
-            self._commit(self._dropped(stamp, plan, spot))
-            return False
-        return self._save_at(spot, stamp, plan, tensors)
-
-    def _save_at(self, spot: Spot, stamp: Stamp, plan: PartPlan, tensors: Sequence[T]) -> bool:
-        try:
-            waits = self._copy(plan, tensors, spot.address, self._buffer.view(spot))
-        except BaseException:
-            self._buffer.give_back(spot)
-            raise
+    def _save_at(
+        self, spot: Spot, stamp: Stamp, plan: PartPlan, tensors: Sequence[T]
+    ) -> bool | str | None:
+        waits, guard = self._copy(plan, tensors, spot.address, self._buffer.view(spot))
+        if waits or self._deferred.pending:
+            arrived = partial(self._arrived, plan, stamp, spot, guard)
+            self._deferred.submit(waits, arrived, spot.key)
+        else:
+            outcome = self._append_part(plan, stamp, spot, guard())
+            if outcome is not True:
+                self._buffer.give_back(spot)
+                return outcome
         self._step_bytes += plan.nbytes
-        if not waits and not self._deferred.pending:
-            return self._commit_part(plan, stamp, spot)
-
-        def commit() -> None:
-            self._commit_part(plan, stamp, spot)
-
-        self._deferred.submit(waits, commit)
         return True
 
-    def _commit_part(self, plan: PartPlan, stamp: Stamp, spot: Spot) -> bool:
+    def _append_part(
+        self, plan: PartPlan, stamp: Stamp, spot: Spot, guard: int
+    ) -> bool | str | None:
         def record_of(kind: int) -> Record:
-            return Part(*stamp, kind, spot.arena, spot.offset)
+            return Part(*stamp, kind, spot.arena, spot.offset, guard)
 
-        with self._lock:
-            try:
-                outcome = self._append_or_wait(plan, stamp, record_of)
-            except BaseException:
-                self._buffer.give_back(spot)
-                raise
-            if isinstance(outcome, str):
-                self._buffer.give_back(spot)
-                self._records.append(self._dropped(stamp, plan, outcome))
+        outcome = self._append(plan, record_of)
+        if not isinstance(outcome, int):
+            return outcome
+        self._buffer.pin(spot, outcome)
+        self._captured_bytes += plan.nbytes
+        return True
+
+    def _arrived(
+        self,
+        plan: PartPlan,
+        stamp: Stamp,
+        spot: Spot,
+        guard: Callable[[], int],
+        error: Exception | None,
+    ) -> None:
+        """On the thread that waits for devices: what was under way is in its place, or never will be."""
+        if error is not None:
+            self.trouble(f"device copy failed: {error}")
+
+        def append() -> bool | None:
+            if error is not None:
+                self._records.append(self._dropped(stamp, plan, f"device copy failed: {error}"))
                 return False
-            self._buffer.pin(spot, outcome)
-            self._captured_bytes += plan.nbytes
-            return True
+            return self._find_room(
+                lambda: self._append_part(plan, stamp, spot, guard()), stamp, plan
+            )
+
+        saved = self._as_operation(append)
+        if saved is None:
+            saved = self._insist(plan, stamp, append)
+        if not saved:
+            with self._lock:
+                self._buffer.give_back(spot)
 
     def _copy(
         self, plan: PartPlan, tensors: Sequence[T], base: int, target: memoryview
-    ) -> list[Wait]:
-        """Raw bytes and statistics to their places; what is left to wait for."""
+    ) -> tuple[list[Wait], Callable[[], int]]:
+        """Raw bytes and statistics to their places; what is left to wait for, and their guard then."""
         host, waits = self._host, []
         targets, sources, sizes = [], [], []
+        others, other_sizes = [], []  # that the kernel does not copy
         for index, offset, size in zip(plan.raw, plan.raw_offsets, plan.raw_sizes, strict=True):
             tensor = tensors[index]
             if address := host.address(tensor):
                 targets.append(base + offset)
                 sources.append(address)
                 sizes.append(size)
-            elif host.on_device(tensor):
+                continue
+            others.append(base + offset)
+            other_sizes.append(size)
+            if host.on_device(tensor):
                 waits.append(host.start_copy(tensor, target[offset : offset + size]))
             elif size:
                 host.write(tensor, target[offset : offset + size])
-        kernel.copy(targets, sources, sizes)
+        copied = kernel.copy(targets, sources, sizes, base)
         if plan.measured:
             waits += self._measure(plan, tensors, base, target)
-        return waits
+            others.append(base)
+            other_sizes.append(len(plan.measured) * plan.stride)
+        return waits, lambda: (copied + kernel.guard(others, other_sizes, base)) & 0xFFFFFFFF
 
     def _measure(
         self, plan: PartPlan, tensors: Sequence[T], base: int, target: memoryview
@@ -399,50 +568,55 @@ class Capture(Generic[T]):
 
     # -- room ---------------------------------------------------------------------------------
 
-    def _wait_for_room(self, step: int, nbytes: int, take: Callable[[], R | None]) -> R | str:
-        """The buffer is full: do what `on_full` says, until `take` succeeds. A text is the reason to
-        drop."""
-        self._buffer.retire(self._journal.next_ordinal - 1)
-        # What the journal has by now counts until it is stored, and not until it grows again.
-        self._buffer.mark(self._journal.written, self._journal.next_ordinal)
-        self._buffer.reclaim(self._ledger.acked)
-        spot = take()
-        if spot is not None:
-            return spot
+    def _find_room(
+        self, save: Callable[[], bool | str | None], stamp: Stamp, plan: PartPlan
+    ) -> bool | None:
+        """Whether it is saved, dropped if not. None: there is no room, and it is worth waiting for some.
+
+        `save` says None when there is no room, and why it is to be dropped if it must be.
+        """
+        outcome = save()
+        if outcome is None:
+            self._buffer.retire(self._journal.next_ordinal - 1)
+            # What the journal has by now counts until it is stored, and not until it grows again.
+            self._buffer.mark(self._journal.written, self._journal.next_ordinal)
+            self._buffer.reclaim(self._ledger.acked)
+            outcome = save()
         limit = self._buffer.limit_bytes
-        if nbytes > limit:
-            return f"{nbytes} bytes at once exceed buffer_bytes={limit}; raise it"
-        if self._limits.on_full == "drop":
-            return f"the buffer of {limit} bytes was full"
+        if outcome is None and plan.nbytes > limit:
+            outcome = f"{plan.nbytes} bytes at once exceed buffer_bytes={limit}; raise it"
+        elif outcome is None and self._limits.on_full == "drop":
+            outcome = f"the buffer of {limit} bytes was full"
+        if isinstance(outcome, str):
+            self._commit(self._dropped(stamp, plan, outcome))
+            return False
+        return outcome
+
+    def _insist(self, plan: PartPlan, stamp: Stamp, save: Callable[[], bool | None]) -> bool:
+        """Wait for room, and let others at it meanwhile; `save` is tried as an operation of its own."""
+        saved = None
         # One such wait is enough: a job must not stand still once more for every tensor.
         if self._ledger.acked != self._stalled_at:
-            began, before = time.monotonic(), self._waiting
-            self._waiting = threading.get_ident()
-            try:
-                spot = self._block(step, take, began)
-            finally:
-                self._waiting = before
+            began = time.monotonic()
+            saved = self._block(stamp[2], save, began)
             self._blocked_s += time.monotonic() - began
-            self._stalled_at = self._ledger.acked if spot is None else -1
-        if spot is not None:
-            return spot
-        if not self._attended():
-            return "the buffer was full and no uploader is left to empty it"
-        wait = f"{self._limits.block_timeout_s:.0f} s"
-        return f"no room for {wait}; {self._ledger.trouble or 'slow uploader'}"
+            self._stalled_at = self._ledger.acked if saved is None else -1
+        if saved is None:
+            self._drop(stamp, plan)
+        self._waiting.pop(threading.get_ident(), None)
+        return bool(saved)
 
-    def _block(self, step: int, take: Callable[[], R | None], began: float) -> R | None:
+    def _block(self, step: int, save: Callable[[], bool | None], began: float) -> bool | None:
         told = False
-        self._commit(Flush())
+        self._do(Flush())
         while (waited := time.monotonic() - began) < self._limits.block_timeout_s:
             if not self._attended():
                 return None
             self._doorbell.ring()
-            self._room.wait(min(0.0005 + waited / 20, 0.02))  # lets other threads commit meanwhile
-            self._buffer.reclaim(self._ledger.acked)
-            spot = take()
-            if spot is not None:
-                return spot
+            time.sleep(min(0.0005 + waited / 20, 0.02))
+            saved = self._as_operation(save)
+            if saved is not None:
+                return saved
             if waited > _PATIENCE_S and not told:
                 told = True
                 self._say(
@@ -453,13 +627,34 @@ class Capture(Generic[T]):
                 )
         return None
 
+    def _as_operation(self, save: Callable[[], bool | None]) -> bool | None:
+        with self._lock:
+            if self._busy is not None and not self._settled():
+                return None
+            self._busy = _OTHER
+            saved = save()
+            self._busy = None
+        return saved
+
+    def _drop(self, stamp: Stamp, plan: PartPlan) -> None:
+        """The wait was in vain."""
+        if self._attended():
+            wait = f"{self._limits.block_timeout_s:.0f} s"
+            reason = f"no room for {wait}; {self._ledger.trouble or 'slow uploader'}"
+        else:
+            reason = "the buffer was full and no uploader is left to empty it"
+        self._do(self._dropped(stamp, plan, reason))
+
     def _dropped(self, stamp: Stamp, plan: PartPlan, reason: str) -> Drop:
-        if reason not in self._reasons and len(self._reasons) < _MOST_REASONS:
-            self._reasons.add(reason)
-            self._say(f"step {stamp[2]}: {len(plan.names)} tensors not captured: {reason}")
+        self._tell_once(stamp[2], reason, f"{len(plan.names)} tensors not captured: {reason}")
         self._dropped_tensors += len(plan.names)
         self._dropped_bytes += plan.nbytes
-        return Drop(*stamp, plan.names, plan.nbytes, reason)
+        return Drop(*stamp, tuple(map(encodable, plan.names)), plan.nbytes, encodable(reason))
+
+    def _tell_once(self, step: int, reason: str, message: str) -> None:
+        if reason not in self._reasons and len(self._reasons) < _MOST_REASONS:
+            self._reasons.add(reason)
+            self._say(f"step {step}: {message}")
 
     # -- journal ------------------------------------------------------------------------------
 
@@ -470,37 +665,32 @@ class Capture(Generic[T]):
     def _commit(self, record: Record) -> None:
         """Append a record that names no part, in order with parts that wait for a device."""
         if self._deferred.pending:
-            self._deferred.submit((), lambda: self._append_locked(record))
+            self._deferred.submit((), lambda _: self._append_locked(record))
         else:
             self._records.append(record)
 
     def _append_locked(self, record: Record) -> None:
         with self._lock:
-            self._records.append(record)
+            if self._ready():
+                self._busy = _OTHER
+                self._records.append(record)
+                self._busy = None
 
-    def _append_or_wait(
-        self,
-        plan: PartPlan,
-        stamp: Stamp,
-        record_of: Callable[[int], Record],
-        *,
-        values: bool = False,
-    ) -> int | str:
-        """The ordinal of a part's record, or the reason to drop the part."""
+    def _append(
+        self, plan: PartPlan, record_of: Callable[[int], Record], *, values: bool = False
+    ) -> int | str | None:
+        """The ordinal of a part's record, or the reason to drop the part; None: there is no room."""
         try:
             return self._records.append_of(plan, record_of, values=values)
         except SpoolUnavailable as error:
             return str(error)
         except JournalRoomTaken:
-            pass
+            return None
 
-        def append() -> int | None:
-            try:
-                return self._records.append_of(plan, record_of, values=values)
-            except JournalRoomTaken:
-                return None
 
-        try:
-            return self._wait_for_room(stamp[2], plan.nbytes, append)
-        except SpoolUnavailable as error:
-            return str(error)
+def _runs(frame: FrameType) -> bool:
+    """Whether the calling thread is inside of it."""
+    inner: FrameType | None = sys._getframe()
+    while inner is not None and inner is not frame:
+        inner = inner.f_back
+    return inner is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 
 __all__ = ["FreeList"]
 
@@ -13,6 +14,16 @@ class FreeList:
     def __init__(self) -> None:
         self._free: list[tuple[int, int]] = []  # (offset, nbytes), sorted, never touching
         self.free_bytes = 0
+
+    @classmethod
+    def beside(cls, in_use: Iterable[tuple[int, int]], end: int) -> FreeList:
+        """All of the bytes up to `end`, but for those ranges."""
+        free, at = cls(), 0
+        for offset, nbytes in sorted(in_use):
+            free.give(at, offset - at)
+            at = offset + nbytes
+        free.give(at, end - at)
+        return free
 
     def take(self, nbytes: int) -> int:
         """Offset of `nbytes` taken, -1 when no range is large enough."""

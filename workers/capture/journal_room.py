@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable
 
 from smdist.errors import SpoolUnavailable
-from smdist.record import Record
-from smdist.workers.buffer import Buffer
-from smdist.workers.journal import JournalFileFull, JournalWriter
-from smdist.workers.ledger import Ledger
-from smdist.workers.part import PartPlan
-from smdist.workers.spool import Doorbell
-from smdist.workers.unwritten import Unwritten
+from smdist.format.journal_records import Record
+from smdist.workers.capture.buffer import Buffer
+from smdist.workers.capture.part_plan import PartPlan
+from smdist.workers.capture.unwritten import Unwritten
+from smdist.workers.spool.ack_page import Ledger
+from smdist.workers.spool.journal import JournalFileFull, JournalWriter
+from smdist.workers.spool.spool import Doorbell
 
 __all__ = ["JournalRoomTaken", "Records"]
 
@@ -36,6 +36,7 @@ class Records:
         self._journal, self._buffer = journal, buffer
         self._ledger, self._doorbell = ledger, doorbell
         self.kinds: dict[PartPlan, int] = {}  # that the journal's file knows by number
+        self._known_in = journal.generation  # which file that is
         most = min(buffer.margin_bytes // 2, _MOST_KEPT)
         self._kept = Unwritten(most, journal.size_of)
         self.obstacle = ""  # what keeps these from being written; empty: there are none
@@ -83,18 +84,25 @@ class Records:
         if acked == self._tried[0] and now < self._tried[1]:
             return False
         self._tried = (acked, now + _AGAIN_S)
-        records = self._kept.records()
         try:
-            self._make_room(records)
+            while (record := self._kept.first()) is not None:
+                self._append_alone(record)
+                self._kept.written()
         except (JournalRoomTaken, SpoolUnavailable) as error:
             self.obstacle, self._refusal = str(error), type(error)
             return False
-        for record in records:
-            self._journal.append(record)
-        self._kept.clear()
         self.obstacle = ""
         self._doorbell.ring()
         return True
+
+    def settle(self) -> None:
+        """After an exception, once the journal is settled: a kind is known where it was declared."""
+        if self._known_in != self._journal.generation:
+            self._forget_kinds()
+
+    def _forget_kinds(self) -> None:
+        self.kinds.clear()
+        self._known_in = self._journal.generation
 
     def _append_alone(self, record: Record) -> None:
         try:
@@ -122,6 +130,8 @@ class Records:
             try:
                 journal.make_room(records)
             except OSError as error:
+                if error.errno is None:  # a signal handler's, such as TimeoutError
+                    raise
                 raise SpoolUnavailable(f"cannot go on with the journal: {error}") from error
-            self.kinds.clear()
+            self._forget_kinds()
         journal.allow(granted)

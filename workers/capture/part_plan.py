@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from smdist import kernel
-from smdist.codec import itemsize
+from smdist.format.dtypes import itemsize
+from smdist.format.journal_records import Declare, TensorSpec
 from smdist.identity import encodable
+from smdist.kernel.tensor_stats import columns_for
 from smdist.planning import TensorPlan
-from smdist.record import Declare, TensorSpec
-from smdist.statistics import columns_for
 
 __all__ = ["INLINE_BYTES", "PartPlan", "Wanted", "plan_part"]
 

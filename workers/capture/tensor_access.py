@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from smdist.codec import dtype_code
+from smdist.format.dtypes import dtype_code
 
 __all__ = ["Host", "NumpyHost", "Wait", "stored_order"]
 

@@ -8,21 +8,22 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from typing_extensions import Self
 
-from smdist.collection import Collection, CollectionKeys
 from smdist.config import CollectionManager, HookConfig
+from smdist.config.collection import Collection, CollectionKeys
+from smdist.config.reduction_config import ReductionConfig
+from smdist.config.save_config import SaveConfig
 from smdist.identity import ModeKeys, worker_name
 from smdist.planning import Planner
-from smdist.reduction import ReductionConfig
-from smdist.schedule import SaveConfig
-from smdist.workers import lifecycle
-from smdist.workers.capture import Usage
-from smdist.workers.mishaps import Mishaps
-from smdist.workers.outlet import Outlet, Sink
-from smdist.workers.recorder import Recorder
-from smdist.workers.script_values import Reading, ScriptValues
-from smdist.workers.steps import StepClock
-from smdist.workers.thrift import Thrift
-from smdist.workers.whereabouts import Whereabouts
+from smdist.workers.capture.capture import Usage
+from smdist.workers.hook import lifecycle
+from smdist.workers.hook.capture_session import Outlet, Sink
+from smdist.workers.hook.error_policy import Mishaps
+from smdist.workers.hook.overhead_controller import Thrift
+from smdist.workers.hook.process_settings import Whereabouts
+from smdist.workers.hook.recorder import Recorder
+from smdist.workers.hook.step_clock import StepClock
+from smdist.workers.hook.user_values import Reading, ScriptValues
+from smdist.workers.spool.logs import logger
 
 __all__ = ["HookParts"]
 
@@ -60,11 +61,11 @@ class HookParts(Generic[T]):
         silent: bool,
     ) -> None:
         self._config = config
-        self._log = logging.getLogger("smdist")
+        self._log = logger()
         self._active = (
             lifecycle.enabled() and not silent
         )  # False once nothing will be saved any more
-        self._described = self._told_never_due = False
+        self._described = self._introduced = self._told_never_due = False
         self._manager = config.build_manager(collection_type)
         self._planner = Planner(config, self._manager)
         self._clock = StepClock()

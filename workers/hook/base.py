@@ -12,21 +12,23 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-import msgspec
+import numpy as np
 from typing_extensions import Self
 
-from smdist.collection import Collection, CollectionKeys
 from smdist.config import HookConfig
+from smdist.config.collection import Collection, CollectionKeys
+from smdist.config.readers import moment, text, texts
 from smdist.errors import ConfigurationError, DrainTimeout, NoRank
+from smdist.format.manifest import CollectionInfo, Collections, collections_key
+from smdist.format.stored_json import encode
 from smdist.identity import ModeKeys
-from smdist.manifest import CollectionInfo, Collections, collections_key
 from smdist.planning import NEVER, StepPlan
-from smdist.workers import lifecycle
-from smdist.workers.hook_parts import HookParts
-from smdist.workers.outlet import Sink
-from smdist.workers.script_values import Reading
-from smdist.workers.steps import AT_ONCE
-from smdist.workers.whereabouts import Whereabouts
+from smdist.workers.hook import lifecycle
+from smdist.workers.hook.accessors import HookParts
+from smdist.workers.hook.capture_session import Sink
+from smdist.workers.hook.process_settings import Whereabouts
+from smdist.workers.hook.step_clock import AT_ONCE
+from smdist.workers.hook.user_values import Reading
 
 __all__ = ["CLOSE_TIMEOUT_S", "BaseHook"]
 
@@ -74,6 +76,10 @@ class BaseHook(HookParts[T]):
     def _begin_step(self) -> None:
         """The recorder has begun a step: capture and arm what its plan wants."""
 
+    def _under_way(self) -> str:
+        """Why the step that has begun is not whole should nothing more come; empty: it is."""
+        return ""
+
     def _rest(self, next_due: int) -> None:
         """A step began on which nothing is due."""
 
@@ -120,6 +126,7 @@ class BaseHook(HookParts[T]):
         self._step_began()
         try:
             self._tell_what_is_never_due()
+            self._tell_what_was_lost()
             self._recorder.finish()
             self._values.release()
             due = planner.next_due(clock.mode, clock.mode_step)
@@ -130,18 +137,31 @@ class BaseHook(HookParts[T]):
                 if sink is not None and plan is not None:
                     self._recorder.begin(sink, clock.ref, plan)
                     self._begin_step()
+                    self._recorder.cut = self._under_way()
                 elif sink is not None:
                     clock.due = due = planner.next_due(clock.mode, clock.mode_step + 1)
                     self._rest(due)
             else:
                 clock.due = due
                 self._rest(due)
+            clock.untold = ()
         except Exception as error:  # noqa: BLE001 (the policy decides)
             clock.due = AT_ONCE
             self._mishaps.handle(error, f"step {clock.step}")
         finally:
             if not self._outlet.probe():
                 self._retire()
+
+    def _tell_what_was_lost(self) -> None:
+        """Steps that began, and of which an exception kept this from being told."""
+        clock = self._clock
+        while len(clock.untold) > 1:
+            ref = clock.untold[0]
+            if ref != self._recorder.ref and self._planner.next_due(*ref[:2]) == ref.mode_step:
+                sink = self._sink()
+                if sink is not None:
+                    sink.spoil(ref, "an exception interrupted it before its capture had begun")
+            clock.untold = clock.untold[1:]  # each as it is told: this may be interrupted, too
 
     def _thinned(self, sink: Sink[T]) -> StepPlan | None:
         """What of the step that is due is captured; None: the budget has no room for it."""
@@ -157,17 +177,18 @@ class BaseHook(HookParts[T]):
 
     def _sink(self) -> Sink[T] | None:
         """Where to save; None on a rank that does not."""
-        started = self._outlet.is_open
         sink = self._outlet.open()
         if sink is None or self._described:
             return sink
-        if not started:
+        if not self._introduced:
             self._mishaps.note_with(sink.trouble)
             self._tell_what_saves_nothing()
-        self._described = True
+            self._introduced = True
         infos = tuple(CollectionInfo(**facts) for facts in self._planner.description())
         described = Collections(self.worker, infos)
-        sink.describe(collections_key(self.worker), msgspec.json.encode(described))
+        key = collections_key(self.worker)
+        sink.describe(key, encode(described, key))
+        self._described = True
         return sink
 
     def _tell_what_saves_nothing(self) -> None:
@@ -195,6 +216,14 @@ class BaseHook(HookParts[T]):
                 f"end_step={schedule.end_step}; give a later end_step, or none"
             )
 
+    def _tell_what_matched_nothing(self) -> None:
+        for name, patterns in self._planner.unmatched().items():
+            for pattern in patterns:
+                self._mishaps.trouble(
+                    f"include_regex {pattern!r} of collection {name!r} matched no tensor: it saved "
+                    "nothing; compare it with trial.tensor_names()"
+                )
+
     def _changed(self) -> None:
         self._described = False
         self._recorder.forget()
@@ -209,9 +238,16 @@ class BaseHook(HookParts[T]):
     def save_scalar(
         self, name: str, value: Any, sm_metric: bool = False, timestamp: float | None = None
     ) -> None:
-        """Store a number as `scalar/<name>` at the current step, whatever the interval."""
+        """Store a number as `scalar/<name>` at the current step, whatever the interval.
+
+        `timestamp`: the time of the number in seconds since 1970, stored as `timestamp/<name>`.
+        """
+        name = text("name", name)
         collections = (CollectionKeys.SM_METRICS,) if sm_metric else ()
+        when = None if timestamp is None else np.float64(moment("timestamp", timestamp))
         self._save(f"scalar/{name}", value, collections, scalar=True)
+        if when is not None:
+            self._save(f"timestamp/{name}", when, (), scalar=True)
 
     def save_tensor(
         self,
@@ -220,14 +256,13 @@ class BaseHook(HookParts[T]):
         collections_to_write: str | Iterable[str] = CollectionKeys.DEFAULT,
     ) -> None:
         """Store a tensor or array at the current step, as a member of every collection given."""
-        given = collections_to_write
-        self._save(tensor_name, tensor_value, (given,) if isinstance(given, str) else given)
+        collections = texts("collections_to_write", collections_to_write)
+        self._save(text("tensor_name", tensor_name), tensor_value, collections)
 
     def _save(
         self, name: str, value: object, collections: Iterable[str], *, scalar: bool = False
     ) -> None:
-        if not self._active or not self._outlet.probe():
-            self._tell_if_closed()
+        if not self._saves():
             return
         if self._outlet.interrupted:
             self._log.warning("%s is not saved: a signal handler interrupted another save", name)
@@ -296,7 +331,7 @@ class BaseHook(HookParts[T]):
         self._uninstall()
 
     def _end(self, reason: str, timeout: float | None = None) -> None:
-        if not self._active:
+        if not self._active and not self._outlet.is_open:  # open: the end was interrupted
             return
         if self._outlet.interrupted:
             self._postponed, self._clock.due = (reason, timeout), AT_ONCE
@@ -310,21 +345,33 @@ class BaseHook(HookParts[T]):
                 self._closed_in = os.getpid()
             self._values.release_all()
             if not reason:
+                self._recorder.finish()
+                self._tell_what_matched_nothing()
                 self._ends()
         except Exception as error:  # noqa: BLE001 (the policy decides)
             self._mishaps.handle(error, "closing")
         finally:
             self._retire()
             left = self._let_go(reason, self._close_timeout_s if timeout is None else timeout)
+            lifecycle.leave(self)
         if left:
             self._mishaps.left(DrainTimeout(left))
+
+    def _saves(self) -> bool:
+        """Whether this process still saves anything; a script that closed the hook is told."""
+        saves = self._active and self._outlet.probe()
+        if not saves:
+            self._tell_if_closed()
+        return saves
 
     def _tell_if_closed(self) -> None:
         """Once: a script goes on with a hook that it has closed. In a fork it is the parent's."""
         if self._closed_in == os.getpid() and not sys.is_finalizing():
             self._closed_in = 0
             self._log.warning(
-                "the hook of %s is closed: nothing more is captured by it", self.out_dir
+                "the hook of %s is closed: nothing more is captured by it; close it after the last "
+                "step",
+                self.out_dir,
             )
 
     def _let_go(self, reason: str, timeout_s: float) -> str:
@@ -340,4 +387,5 @@ class BaseHook(HookParts[T]):
         self._clock.due = NEVER
         self._values.clear()
         self._uninstall()
-        lifecycle.leave(self)
+        if not self._outlet.is_open:  # else it is about to be closed
+            lifecycle.leave(self)

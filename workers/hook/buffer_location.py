@@ -8,7 +8,8 @@ it. Page cache that can be dropped counts as free. A rank that does not know how
 machine assumes as many as the world has, up to the number of processors.
 
 The buffer lives in `/dev/shm` if all ranks here together fill at most half of what is free there:
-data loaders use it too, and die when it is full. Else it lives on disk, with one message.
+data loaders use it too, and die when it is full. Else it lives on disk, with one message. A place where
+the folder for it is not this user's own is passed over.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from pathlib import Path
 from typing import Literal
 
 from smdist.errors import ConfigurationError
-from smdist.workers.spool import no_room, private_root
+from smdist.workers.spool.private_files import private_root, refusal
+from smdist.workers.spool.spool import no_room
 
 __all__ = [
     "MemoryFacts",
@@ -164,6 +166,8 @@ def check_spool(spool_dir: str | None, environ: Mapping[str, str] = os.environ) 
     try:
         root = Path(given).expanduser().absolute()
         own = private_root(root)
+        if cause := refusal(own):
+            raise ValueError(cause)
         for place in (own, root, *root.parents):
             if _takes_a_folder(place, fleeting=place is own):
                 break
@@ -199,10 +203,11 @@ def choose_spool(
     free_bytes: Callable[[Path], int | None] = free_bytes,
     local_world_size: int | None = None,
     spool_dir: str | None = None,
+    refusal: Callable[[Path], str] = refusal,
 ) -> Placement:
     """Where a buffer of this size goes: `spool_dir` if it is given, which wins over the environment.
 
-    Never fails: making the folder there may.
+    Never fails: making the folder there may. `refusal` says why a private root cannot be used.
     """
     needed = buffer_bytes * max(1, local_world_size or 1)
     name, given = _given(spool_dir, environ)
@@ -218,7 +223,13 @@ def choose_spool(
                 "that the buffers of the ranks on this machine can take"
             )
         return Placement(root, root, "given", message)
-    disk = _disk(needed, environ, free_bytes)
+    disk = _disk(needed, environ, free_bytes, refusal)
+    if cause := refusal(private_root(_MEMORY)):
+        message = (
+            f"{cause}; captured tensors wait in {disk} instead, which can be slower. Have it removed, "
+            "or set SMDIST_SPOOL_DIR"
+        )
+        return Placement(disk, disk, "disk", message)
     shared = free_bytes(_MEMORY)
     if shared is not None and 2 * needed <= shared:
         return Placement(_MEMORY, disk, "memory", None)
@@ -234,11 +245,15 @@ def choose_spool(
 
 
 def _disk(
-    needed: int, environ: Mapping[str, str], free_bytes: Callable[[Path], int | None]
+    needed: int,
+    environ: Mapping[str, str],
+    free_bytes: Callable[[Path], int | None],
+    refusal: Callable[[Path], str],
 ) -> Path:
     # /var/tmp before /tmp: it outlives a reboot and is rarely in memory itself.
-    names = [n for n in (environ.get("TMPDIR"), "/var/tmp", "/tmp") if n]
-    frees = [(free_bytes(Path(name)) or 0, Path(name)) for name in names]
+    paths = [Path(name) for name in (environ.get("TMPDIR"), "/var/tmp", "/tmp") if name]
+    ours = [path for path in paths if not refusal(private_root(path))]
+    frees = [(free_bytes(path) or 0, path) for path in ours or paths]
     fitting = [path for free, path in frees if free >= needed]
     return fitting[0] if fitting else max(frees, key=lambda pair: pair[0])[1]
 

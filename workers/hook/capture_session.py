@@ -14,6 +14,7 @@ import hashlib
 import logging
 import os
 import shlex
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -24,34 +25,28 @@ import msgspec
 
 from smdist.config import HookConfig
 from smdist.errors import CaptureError
+from smdist.format.manifest import Run, Session
 from smdist.identity import StepRef, worker_name
-from smdist.manifest import Run, Session
-from smdist.storage import Store, check_writable, is_remote, open_store, pinned, sync
-from smdist.workers.capture import Capture, CaptureLimits, Usage
-from smdist.workers.enrol import check_place, intend, saves
-from smdist.workers.host import Host
-from smdist.workers.journal import JournalWriter
-from smdist.workers.memory import (
+from smdist.processes import start_ticks
+from smdist.storage import Store, check_writable, is_remote, open_store, pinned
+from smdist.storage import loop_thread as sync
+from smdist.workers.capture.capture import Capture, CaptureLimits, Usage
+from smdist.workers.capture.part_plan import PartPlan
+from smdist.workers.capture.tensor_access import Host
+from smdist.workers.hook.buffer_location import (
     Placement,
     check_spool,
     choose_spool,
     default_buffer_bytes,
     read_memory,
 )
-from smdist.workers.part import PartPlan
-from smdist.workers.processes import start_ticks
-from smdist.workers.progress import DrainProgress, left
-from smdist.workers.rank import Identity, resolve_rank
-from smdist.workers.spool import (
-    REHEARSAL,
-    Spool,
-    SpoolInfo,
-    UploadOptions,
-    private_root,
-    spool_name,
-)
-from smdist.workers.supervisor import Supervisor
-from smdist.workers.whereabouts import Whereabouts
+from smdist.workers.hook.drain_progress import DrainProgress, left
+from smdist.workers.hook.error_policy import of_a_handler
+from smdist.workers.hook.process_settings import Whereabouts
+from smdist.workers.join.enrol import check_place, intend, saves
+from smdist.workers.join.rank import Identity, resolve_rank
+from smdist.workers.spool.spool import Spool, SpoolInfo, UploadOptions
+from smdist.workers.upload.process import Supervisor
 
 __all__ = ["DrySink", "Outlet", "Sink"]
 
@@ -67,8 +62,9 @@ T_contra = TypeVar("T_contra", contravariant=True)
 class Sink(Protocol[T_contra]):
     """What of a `Capture` a hook uses while it records."""
 
-    def begin(self, ref: StepRef, *, planned: bool = True) -> None: ...
+    def begin(self, ref: StepRef, *, planned: bool = True) -> bool: ...
     def save(self, plan: PartPlan, tensors: Sequence[T_contra]) -> bool: ...
+    def spoil(self, ref: StepRef, reason: str) -> None: ...
     def close_step(self) -> None: ...
     def describe(self, key: str, data: bytes) -> None: ...
     def trouble(self, message: str) -> None: ...
@@ -80,13 +76,17 @@ class DrySink(Generic[T]):
     def __init__(self) -> None:
         self.steps = self.tensors = self.nbytes = 0
 
-    def begin(self, ref: StepRef, *, planned: bool = True) -> None:
+    def begin(self, ref: StepRef, *, planned: bool = True) -> bool:
         self.steps += 1
+        return True
 
     def save(self, plan: PartPlan, tensors: Sequence[T]) -> bool:
         self.tensors += len(plan.names)
         self.nbytes += plan.nbytes
         return True
+
+    def spoil(self, ref: StepRef, reason: str) -> None:
+        pass
 
     def close_step(self) -> None:
         pass
@@ -123,6 +123,9 @@ class Outlet(Generic[T]):
         self.session: Session | None = None
         self._place: Placement | None = None
         self._spool: Path | None = None
+        self._starting = threading.Lock()
+        self._starter = 0  # the thread that starts
+        self._making: Spool | None = None  # of a session that has not begun yet
 
     # -- who ----------------------------------------------------------------------------------
 
@@ -205,9 +208,11 @@ class Outlet(Generic[T]):
     def open(self) -> Sink[T] | None:
         """Where to save; None on a rank that does not."""
         if self._state == "waiting":
-            self._start()
+            self._start_once()
         elif self._supervisor is not None and self._supervisor.refused:
             self._stop(self._supervisor.refused)
+        if self._supervisor is not None:
+            self._supervisor.start()
         return self._sink
 
     def _stop(self, refused: str) -> None:
@@ -220,6 +225,18 @@ class Outlet(Generic[T]):
         if self._config.on_error == "raise":
             raise CaptureError(self._refusal(refused))
 
+    def _start_once(self) -> None:
+        """Start, unless another thread does: then wait for it. A signal handler within it does not."""
+        if self._starter == threading.get_ident():
+            return
+        with self._starting:
+            if self._state == "waiting":
+                self._starter = threading.get_ident()
+                try:
+                    self._start()
+                finally:
+                    self._starter = 0
+
     def _start(self) -> None:
         identity = self._identity = self.identity
         if not saves(identity.rank, self._config.include_workers):
@@ -228,35 +245,44 @@ class Outlet(Generic[T]):
         if self._config.dry_run:
             self._sink, self._state = DrySink(), "open"
             return
-        self._state = "closed"  # should this fail, there is no second try
-        self._sink = self._capture = self._begin_session(identity)
-        self._state = "open"
+        try:
+            self._begin_session(identity)
+        except BaseException as error:
+            self._clear_away()
+            # A handler's exception ends the try, not the session: the next step that is due has another.
+            if isinstance(error, Exception) and not of_a_handler(error):
+                self._state = "closed"
+            raise
 
-    def _begin_session(self, identity: Identity) -> Capture[T]:
+    def _begin_session(self, identity: Identity) -> None:
+        self._clear_away()
         config = self._config
         buffer_bytes = config.buffer_bytes or default_buffer_bytes(
             read_memory(), identity.local_world_size, identity.world_size, os.cpu_count() or 1
         )
         place = self._choose_place(identity, buffer_bytes)
-        info = self._spool_info(identity, place)
-        # First: a rank that has no place to buffer in saves nothing, ever, and once there is a spool,
-        # whoever sends it enters the run for this rank, and others wait for it.
-        run = msgspec.structs.replace(info.run, run_id=REHEARSAL)
-        with Spool.rehearsed(msgspec.structs.replace(info, run=run), place.root) as rehearsal:
-            JournalWriter(rehearsal).close()
-            spool = Spool.create(info, place.root)
-        self.session = info.session
-        self._spool = spool.path
+        info = self._spool_info(identity)
         limits = CaptureLimits(
             buffer_bytes=buffer_bytes,
             on_full=cast("Literal['block', 'drop']", config.on_full),
         )
-        capture = Capture(spool, self._host, limits, self._say)
-        self._supervisor = Supervisor(spool, trouble=self._trouble)
-        self._supervisor.start()
-        supervisor = self._supervisor
+        # A rank that has no place to buffer in saves nothing, ever, and once there is a spool, whoever
+        # sends it enters the run for this rank, and others wait for it: so there is room before.
+        self._making = Spool.at(info, place.root, place.overflow)
+        with Spool.made(info, place.root, place.overflow) as spool:
+            capture = Capture(spool, self._host, limits, self._say)
+        supervisor = Supervisor(spool, trouble=self._trouble)
         capture.attended_by(lambda: supervisor.running)
-        return capture
+        # No call from here on: the session has begun, or it has not.
+        self.session, self._spool, self._supervisor = info.session, spool.path, supervisor
+        self._sink = self._capture = capture
+        self._state, self._making = "open", None
+
+    def _clear_away(self) -> None:
+        """What an interrupted try to begin left behind; nobody has seen it."""
+        if self._making is not None:
+            self._making.remove()
+            self._making = None
 
     def _choose_place(self, identity: Identity, buffer_bytes: int) -> Placement:
         if self._place is None:  # once, as it may have something to say
@@ -269,7 +295,7 @@ class Outlet(Generic[T]):
                 self._say(self._place.message)
         return self._place
 
-    def _spool_info(self, identity: Identity, place: Placement) -> SpoolInfo:
+    def _spool_info(self, identity: Identity) -> SpoolInfo:
         config = self._config
         session, entry = intend(
             identity,
@@ -280,20 +306,17 @@ class Outlet(Generic[T]):
         )
         remote, where = is_remote(config.out_dir), pinned(config.out_dir)
         name = hashlib.blake2s(where.encode(), digest_size=8).hexdigest()
-        info = SpoolInfo(
+        return SpoolInfo(
             run=Run(run_id=name, created=session.started, framework=entry.framework),
             session=session,
             out_dir=config.out_dir if remote else where,
             upload=self._upload_options(),
             trainer_pid=os.getpid(),
             trainer_start=start_ticks(os.getpid()),
-            overflow="",
             entry=entry,
             place=where,
             profile=os.environ.get("AWS_PROFILE", "") if remote else "",
         )
-        overflow = private_root(place.overflow) / f"{spool_name(info)}-overflow"
-        return msgspec.structs.replace(info, overflow=str(overflow))
 
     def _upload_options(self) -> UploadOptions:
         given: dict[str, Any] = {
@@ -313,13 +336,17 @@ class Outlet(Generic[T]):
     def close(self, reason: str, timeout_s: float) -> str:
         """Drain and let go. What is left to say: empty if everything reached the store."""
         capture, supervisor = self._capture, self._supervisor
-        self._state, self._sink, self._capture = "closed", None, None
         if capture is None:
+            self._clear_away()
+            self._state, self._sink = "closed", None
             return ""
-        capture.end(reason)
-        drained, trouble = self._drain(capture, supervisor, timeout_s)
-        usage, unwritten = capture.usage(), capture.unwritten
-        capture.close()
+        capture.end(reason)  # first: if this is interrupted there is another try
+        self._state, self._sink, self._capture = "closed", None, None
+        try:
+            drained, trouble = self._drain(capture, supervisor, timeout_s)
+            usage, unwritten = capture.usage(), capture.unwritten
+        finally:
+            capture.close()
         if unwritten:
             self._say(
                 f"what was dropped at last, and that this rank ended, could not be written: {unwritten}. "

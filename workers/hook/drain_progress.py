@@ -9,12 +9,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from smdist.workers.patience import readable_bytes
+from smdist.workers.upload.retry import readable_bytes
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from smdist.workers.capture import Usage
+    from smdist.workers.capture.capture import Usage
 
 __all__ = ["DrainProgress", "left"]
 

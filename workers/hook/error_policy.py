@@ -12,7 +12,7 @@ from types import CodeType
 from smdist.errors import ConfigurationError, DrainTimeout
 from smdist.identity import encodable
 
-__all__ = ["Mishaps"]
+__all__ = ["Mishaps", "of_a_handler"]
 
 _MOST_KINDS = 200
 _STEP = re.compile(r"step \d+")
@@ -37,13 +37,13 @@ class Mishaps:
     def note_with(self, note: Callable[[str], None]) -> None:
         """From now on `note` writes into the run; what happened before is handed to it."""
         self._note = note
-        unnoted, self._unnoted = self._unnoted, []
-        for message in unnoted:
-            note(message)
+        while self._unnoted:
+            note(self._unnoted[0])
+            del self._unnoted[0]
 
     def handle(self, error: Exception, doing: str) -> None:
         """Called in an `except` clause; returns if training is to go on."""
-        if self._raises or isinstance(error, ConfigurationError) or _of_a_handler(error):
+        if self._raises or isinstance(error, ConfigurationError) or of_a_handler(error):
             raise error
         message = encodable(f"{doing}: {type(error).__name__}: {error}")
         # What goes wrong at every step does so with another number each time. Elsewhere a number
@@ -77,9 +77,15 @@ class Mishaps:
             self._log.warning("that could not be noted in the run: %r", failed)
 
 
-def _of_a_handler(error: BaseException) -> bool:
+def of_a_handler(error: BaseException) -> bool:
+    """Whether a signal handler of the script raised it, or what it came from."""
     handlers = {_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
-    return any(f.f_code in handlers for f, _ in traceback.walk_tb(error.__traceback__))
+    cause: BaseException | None = error
+    while cause is not None:
+        if any(f.f_code in handlers for f, _ in traceback.walk_tb(cause.__traceback__)):
+            return True
+        cause = cause.__cause__
+    return False
 
 
 def _code(handler: object) -> CodeType | None:

@@ -7,14 +7,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
+from smdist.format.manifest import Session, Thinned, Thinning, thinned_key
+from smdist.format.stored_json import encode
 from smdist.identity import StepRef, worker_name
-from smdist.manifest import Session, Thinned, Thinning, thinned_key
 from smdist.planning import StepPlan
-from smdist.workers.budget import Budget, Spent
-from smdist.workers.outlet import Sink
-from smdist.workers.processes import cpu_seconds
+from smdist.processes import cpu_seconds
+from smdist.workers.hook.capture_session import Sink
+from smdist.workers.hook.overhead_budget import Budget, Spent
 
 __all__ = ["Thrift"]
 
@@ -62,7 +61,8 @@ class Thrift:
             self._told = len(self._changes)
             worker = worker_name(session.rank)
             thinned = Thinned(worker, session.attempt, self._share, tuple(self._changes))
-            sink.describe(thinned_key(worker, session.attempt), msgspec.json.encode(thinned))
+            key = thinned_key(worker, session.attempt)
+            sink.describe(key, encode(thinned, key))
 
     def _uploader_s(self, pid: int) -> float:
         """Processor time of uploaders at work; not that of starting them."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import msgspec
 
+from smdist.config.readers import absolute_path, integer
 from smdist.errors import ConfigurationError
-from smdist.values import integer
 
 __all__ = ["Whereabouts"]
 
@@ -41,8 +40,7 @@ def _folder(key: str, value: object) -> str:
         text = os.fspath(value)  # type: ignore[call-overload]
         if not isinstance(text, str) or not text.strip() or "\0" in text:
             raise TypeError("it is not a path")
-        # Of now: a script may change its working directory before anything is saved.
-        return str(Path(text).expanduser().absolute())
+        return absolute_path(text)
     except (TypeError, OSError, RuntimeError) as error:
         raise ConfigurationError(
             f"{key}={value!r} is no place to buffer in ({error}); give a directory that this "

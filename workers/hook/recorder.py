@@ -9,6 +9,9 @@ On the training thread, for every step on which something is due:
 
 `save` is for values a script hands over itself: they go to the step they are said to belong to,
 due or not.
+
+`cut` says why the step would not be whole if nothing more came of it, as an exception ended what brings
+its tensors. It is set before something begins that brings some, and empty again once that has ended.
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ from typing import Generic, TypeVar
 
 from smdist.identity import StepRef
 from smdist.planning import StepPlan, TensorPlan
-from smdist.workers.outlet import Sink
-from smdist.workers.part import PartPlan, Wanted, plan_part
+from smdist.workers.capture.part_plan import PartPlan, Wanted, plan_part
+from smdist.workers.hook.capture_session import Sink
 
 __all__ = ["Describe", "Recorder"]
 
@@ -29,6 +32,7 @@ T = TypeVar("T")
 # Shapes, or sets of tensors, that change from step to step must not fill the memory.
 _MOST_PARTS, _MOST_GROUPS = 8192, 64
 _CALL_S = 15e-6  # on the way from the framework to `put`, with cold caches
+_BEGINNING = "an exception interrupted the beginning of its capture"
 
 Facts = tuple[str, tuple[int, ...], int]  # element type, shape, bytes
 Describe = Callable[[T], Facts]
@@ -38,6 +42,7 @@ class Recorder(Generic[T]):
     def __init__(self, describe: Describe[T]) -> None:
         self.plan: StepPlan | None = None  # of the step being recorded
         self.ref: StepRef | None = None
+        self.cut = ""
         self._describe = describe
         self.metered = False  # whether `spent_s` counts
         self.spent_s = 0.0  # what captures took from training
@@ -55,11 +60,17 @@ class Recorder(Generic[T]):
         return self.plan is not None
 
     def begin(self, sink: Sink[T], ref: StepRef, plan: StepPlan) -> None:
-        self._sink = sink
-        self.ref, self.plan = ref, plan
-        self.missing = set()
+        """The caller empties `cut` once all is captured that the step begins with."""
+        self._sink, self.missing = sink, set()
+        self.ref, self.plan, self.cut = ref, plan, _BEGINNING
         if self._at != ref:
             self._move(sink, ref)
+
+    def risk(self, cut: str) -> str:
+        """Something begins that brings tensors; `cut` is to be set to the result when it has ended."""
+        before = self.cut
+        self.cut = before or cut
+        return before
 
     def expect(self, tokens: Iterable[Hashable]) -> None:
         self.missing.update(tokens)
@@ -73,18 +84,26 @@ class Recorder(Generic[T]):
 
     def close(self) -> None:
         """Everything that was expected is there. More may come, and is recorded too."""
+        self._tell_if_cut()
         if self._sink is not None and self._at == self.ref:
             self._sink.close_step()
 
     def finish(self) -> None:
         """The step is over."""
+        self._tell_if_cut()
         if self._sink is not None:
             self._sink.close_step()
         self.plan = self.ref = None
 
+    def _tell_if_cut(self) -> None:
+        if self.cut and self._sink is not None and self.ref is not None:
+            self._sink.spoil(self.ref, self.cut)
+        self.cut = ""
+
     def abandon(self) -> None:
         """Forget the step without a word to the sink."""
         self.plan = self.ref = self._sink = self._at = None
+        self.cut = ""
 
     # -- tensors ------------------------------------------------------------------------------
 
@@ -98,8 +117,8 @@ class Recorder(Generic[T]):
         sink, ref = self._sink, self.ref
         if sink is None or ref is None:
             return
-        if self._at is not ref and self._at != ref:  # a value of another step was saved in between
-            self._move(sink, ref)
+        if self._at is not ref and self._at != ref and not self._move(sink, ref):
+            return
         if self.metered:
             began = time.perf_counter()
             sink.save(part, tensors)
@@ -109,8 +128,8 @@ class Recorder(Generic[T]):
 
     def save(self, sink: Sink[T], ref: StepRef, name: str, tensor: T, plan: TensorPlan) -> None:
         self._sink = sink
-        if self._at != ref:
-            self._move(sink, ref)
+        if self._at != ref and not self._move(sink, ref):
+            return
         sink.save(self.part(name, tensor, plan), (tensor,))
 
     def part(self, name: str, tensor: T, plan: TensorPlan) -> PartPlan:
@@ -160,6 +179,9 @@ class Recorder(Generic[T]):
         self._groups.clear()
         self._parts.clear()
 
-    def _move(self, sink: Sink[T], ref: StepRef) -> None:
-        sink.begin(ref, planned=ref == self.ref)
-        self._at = ref
+    def _move(self, sink: Sink[T], ref: StepRef) -> bool:
+        """To the sink's step `ref`, where values of another one were saved in between."""
+        self._at = None  # until it is sure
+        if sink.begin(ref, planned=ref == self.ref):
+            self._at = ref
+        return self._at is not None

@@ -11,6 +11,9 @@ Where a step spans several forwards (optimizer, manual), those of roots that do 
 begin one too, if none has begun.
 
 In mode GLOBAL the mode's counter is the global one.
+
+A signal handler may raise at any moment. Whatever is counted is computed first and then assigned in
+statements that hold no call and no loop, between which no handler runs: a step is counted or it is not.
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ class StepClock:
         "_step_on",
         "mode",
         "quiet",
+        "untold",
     )
 
     def __init__(self, step_on: StepOn = "forward") -> None:
@@ -59,8 +63,12 @@ class StepClock:
         self.quiet = self._granted = 0
         self._in_step = False
         self._due = AT_ONCE
+        # Steps that began and were to be told of, the last one last: who is told clears it at the end.
+        self.untold: tuple[StepRef, ...] = ()
         self._latest = -1  # global number of the current mode's last step
         self._others: dict[ModeKeys, tuple[int, int]] = {}  # the same of modes not current
+        self._joins = False
+        self._step_on: StepOn = "forward"
         self.step_on = step_on
 
     # -- every step ---------------------------------------------------------------------------
@@ -71,9 +79,9 @@ class StepClock:
             return False
         return self.begin()
 
-    def begin(self) -> bool:
-        self._count(self._granted - self.quiet + 1)
-        self._grant()
+    def begin(self, *, unseen: bool = False) -> bool:
+        """`unseen`: nobody is to be told."""
+        self._count(self._granted - self.quiet + 1, tell=not unseen)
         return self._mode_step >= self._due
 
     def end(self) -> None:
@@ -81,23 +89,28 @@ class StepClock:
         self._settle()
         self._in_step = False
 
-    def _count(self, steps: int) -> None:
-        if steps:
-            self._step = self._latest = self._step + steps
-            self._mode_step = (
-                self._step if self.mode is ModeKeys.GLOBAL else self._mode_step + steps
-            )
-            self._in_step = True
+    def _count(self, steps: int, *, tell: bool = False) -> None:
+        """Count `steps`, and grant the forwards that may pass from here on."""
+        step, mode_step = self._step + steps, self._mode_step + steps
+        if self.mode is ModeKeys.GLOBAL:
+            # Until a step is counted it has the number of its own last one.
+            mode_step = step if steps else self._mode_step
+        granted = self._grant_after(step if self.mode is ModeKeys.GLOBAL else mode_step, self._due)
+        untold = self.untold
+        if tell and mode_step >= self._due:
+            untold = (*untold, StepRef(self.mode, mode_step, step))
+        latest, in_step = (step, True) if steps else (self._latest, self._in_step)
+        self._step, self._mode_step, self._latest = step, mode_step, latest
+        self._in_step, self.untold = in_step, untold
+        self.quiet = self._granted = granted
 
-    def _grant(self) -> None:
+    def _grant_after(self, last: int, due: int) -> int:
         """Forwards can pass by being counted only where each of them is a step."""
-        last = self._step if self.mode is ModeKeys.GLOBAL else self._mode_step
-        self.quiet = self._granted = 0 if self._joins else max(0, self._due - last - 1)
+        return 0 if self._joins else max(0, due - last - 1)
 
     def _settle(self) -> None:
         """Count what has passed quietly."""
         self._count(self._granted - self.quiet)
-        self._grant()
 
     # -- questions ----------------------------------------------------------------------------
 
@@ -151,18 +164,17 @@ class StepClock:
     @due.setter
     def due(self, step: int) -> None:
         self._settle()
+        last = self._step if self.mode is ModeKeys.GLOBAL else self._mode_step
+        granted = self._grant_after(last, step)
         self._due = step
-        self._grant()
+        self.quiet = self._granted = granted
 
     def set_mode(self, mode: ModeKeys) -> None:
         if mode is self.mode:
             return
         self._settle()
-        self._others[self.mode] = (self._mode_step, self._latest)
-        self._mode_step, self._latest = self._others.pop(mode, (-1, -1))
-        self.mode = mode
-        self._in_step = False
-        self._renew()
+        others = {**self._others, self.mode: (self._mode_step, self._latest)}
+        self._enter(mode, self._step, others)
 
     @property
     def step_on(self) -> StepOn:
@@ -173,19 +185,25 @@ class StepClock:
         if value not in get_args(StepOn):
             known = ", ".join(map(repr, get_args(StepOn)))
             raise ConfigurationError(f"step_on={value!r} is not one of {known}")
-        self._count(self._granted - self.quiet)
-        self._step_on: StepOn = value
-        self._join_or_not()
-        self._grant()
+        self._settle()
+        joins = self._joining(value, self.mode)
+        last = self._step if self.mode is ModeKeys.GLOBAL else self._mode_step
+        granted = 0 if joins else max(0, self._due - last - 1)
+        self._step_on, self._joins = value, joins
+        self.quiet = self._granted = granted
 
-    def _renew(self) -> None:
-        self._join_or_not()
-        self._due = AT_ONCE
-        self._grant()
+    def _enter(self, mode: ModeKeys, step: int, modes: dict[ModeKeys, tuple[int, int]]) -> None:
+        mode_step, latest = modes.pop(mode, (-1, -1))
+        joins = self._joining(self._step_on, mode)
+        self.mode, self._others, self._joins = mode, modes, joins
+        self._step, self._mode_step, self._latest = step, mode_step, latest
+        self._in_step, self._due = False, AT_ONCE
+        self.quiet = self._granted = 0  # the next one is due
 
-    def _join_or_not(self) -> None:
-        updates = self.mode not in (ModeKeys.EVAL, ModeKeys.PREDICT)
-        self._joins = self._step_on == "manual" or (self._step_on == "optimizer" and updates)
+    @staticmethod
+    def _joining(step_on: StepOn, mode: ModeKeys) -> bool:
+        updates = mode not in (ModeKeys.EVAL, ModeKeys.PREDICT)
+        return step_on == "manual" or (step_on == "optimizer" and updates)
 
     # -- across processes ---------------------------------------------------------------------
 
@@ -204,7 +222,4 @@ class StepClock:
             raise ConfigurationError(
                 f"not the state of a hook: {error!r}; pass what hook.state_dict() returned"
             ) from error
-        self._step, self._others = step, last
-        self._mode_step, self._latest = last.pop(self.mode, (-1, -1))
-        self._in_step = False
-        self._renew()
+        self._enter(self.mode, step, last)

@@ -12,16 +12,16 @@ themselves: one that comes again does, and one that comes after a step of anothe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from smdist.identity import ModeKeys, StepRef, encodable
 from smdist.planning import Planner, TensorPlan
-from smdist.workers.host import Host
-from smdist.workers.outlet import Sink
-from smdist.workers.recorder import Facts, Recorder
-from smdist.workers.steps import AT_ONCE, StepClock
+from smdist.workers.capture.tensor_access import Host
+from smdist.workers.hook.capture_session import Sink
+from smdist.workers.hook.recorder import Facts, Recorder
+from smdist.workers.hook.step_clock import AT_ONCE, StepClock
 
 __all__ = ["Reading", "ScriptValues"]
 
@@ -99,7 +99,7 @@ class ScriptValues(Generic[T]):
             if all(held.name != name for held in self._held.get(mode, ())):
                 return
             last = _Last(-1, frozenset())
-            for held in self._held.pop(mode):  # in vain
+            for held in self._one_by_one(mode):  # in vain
                 last = self._step_for(held.name, held.after, last)
                 self._write(held)
         self._paced[mode] = self._step_for(name, now, last)._replace(after=clock.step)
@@ -107,7 +107,7 @@ class ScriptValues(Generic[T]):
     def _step_for(self, name: str, after: int, last: _Last) -> _Last:
         if after == last.after and name not in last.names:
             return last._replace(names=last.names | {name})
-        self._clock.begin()
+        self._clock.begin(unseen=True)
         return _Last(after, frozenset({name}))
 
     def _written_as(self, name: str) -> str:
@@ -123,8 +123,16 @@ class ScriptValues(Generic[T]):
         """The current mode has a step: what waited for one goes there."""
         self._paced.pop(self._clock.mode, None)
         for mode in (None, self._clock.mode):
-            for held in self._held.pop(mode, ()):
+            for held in self._one_by_one(mode):
                 self._write(held)
+
+    def _one_by_one(self, mode: ModeKeys | None) -> Iterator[_Held[T]]:
+        """What waits for a step of `mode`; each is forgotten once it is written, so none is lost."""
+        held = self._held.get(mode, [])
+        while held:
+            yield held[0]
+            del held[0]
+        self._held.pop(mode, None)
 
     def release_all(self) -> None:
         """No more steps will come: each mode's first one would have been the next."""
@@ -148,5 +156,5 @@ class ScriptValues(Generic[T]):
                 f"{held.name} was saved more than once in a step, and the trial shows the last "
                 "value; a step begins with its forward: save behind that, or end steps with hook.step()"
             )
-        self._written[1].add(held.name)
         self._recorder.save(sink, ref, held.name, held.value, held.plan)
+        self._written[1].add(held.name)

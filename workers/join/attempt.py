@@ -32,8 +32,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from smdist.manifest import Session
-from smdist.workers.launch import REQUEUE
+from smdist.format.manifest import Session
+from smdist.workers.join.launcher_identity import REQUEUE
 
 __all__ = ["LONG_BEFORE_S", "Newcomer", "Relation", "choose_attempt", "may_join", "relation"]
 

@@ -36,20 +36,21 @@ from smdist.errors import (
     RunExists,
     StoreError,
 )
+from smdist.format.manifest import FORMAT, RUN_KEY, Run, Session, session_key
+from smdist.format.stored_json import encode, read
 from smdist.identity import worker_name
-from smdist.manifest import FORMAT, RUN_KEY, Run, Session, session_key
-from smdist.storage import sync
-from smdist.storage.base import Store
-from smdist.workers.attempt import Newcomer, choose_attempt, may_join
-from smdist.workers.launch import (
+from smdist.storage import loop_thread as sync
+from smdist.storage.store import Store
+from smdist.workers.join.attempt import Newcomer, choose_attempt, may_join
+from smdist.workers.join.launcher_identity import (
     is_running,
     launch_identity,
     machine,
     parent_process,
     process_started,
 )
-from smdist.workers.rank import Identity
-from smdist.workers.spool import UNKNOWN_ATTEMPT, Entry
+from smdist.workers.join.rank import Identity
+from smdist.workers.spool.spool import UNKNOWN_ATTEMPT, Entry
 
 __all__ = [
     "Enrolment",
@@ -189,6 +190,7 @@ async def enrol_async(
             begun = now() if started is None else started
             session = _session(me, attempt, include_workers, begun, session_id)
         run = await _claim_run(store, run, framework, now, settle_s)
+        session = msgspec.structs.replace(session, run_id=run.run_id)
         if await _put_session(store, session):
             return Enrolment(run, session)
     raise StoreError(
@@ -273,14 +275,12 @@ def _session(
 
 async def _read_run(store: Store) -> Run | None:
     try:
-        data = await store.get(RUN_KEY)
+        run = await read(store, RUN_KEY, Run)
     except ObjectNotFound:
         return None
-    try:
-        run = msgspec.json.decode(data, type=Run)
-    except msgspec.MsgspecError as error:
+    except CorruptObject as error:
         raise ConfigurationError(
-            f"{store.url} holds a {RUN_KEY} that smdist did not write ({error}); choose another "
+            f"{store.url} holds a {RUN_KEY} that smdist did not write ({error.detail}); choose another "
             "out_dir"
         ) from error
     if run.format > FORMAT:
@@ -297,15 +297,12 @@ async def _read_sessions(store: Store, rank: int) -> list[Session]:
 
 
 async def _read_session(store: Store, key: str) -> Session:
-    data = await store.get(key)
-    try:
-        return msgspec.json.decode(data, type=Session)
-    except msgspec.MsgspecError as error:
-        raise CorruptObject(store.url, key, "read", str(error)) from error
+    return await read(store, key, Session)
 
 
 async def _refuse_remains(store: Store) -> None:
-    if any(_MANIFEST_KEY.fullmatch(key) for key in await store.list("manifests/")):
+    found = any(_MANIFEST_KEY.fullmatch(key) for key in await store.list("manifests/"))
+    if found and await _read_run(store) is None:  # else: of a rank that entered just now
         raise ConfigurationError(
             f"{store.url} holds manifests of a run whose {RUN_KEY} and sessions are gone; empty it "
             "or choose another out_dir"
@@ -349,7 +346,7 @@ async def _put_session(store: Store, session: Session) -> bool:
 
 async def _put_if_absent(store: Store, key: str, value: Run | Session) -> bool:
     try:
-        await store.put(key, [msgspec.json.encode(value)], if_absent=True)
+        await store.put(key, [encode(value, key)], if_absent=True)
     except ObjectExists:
         return False
     return True

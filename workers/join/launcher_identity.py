@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from smdist.errors import ConfigurationError
-from smdist.workers.processes import alive, start_ticks
+from smdist.processes import alive, start_ticks
 
 __all__ = [
     "REQUEUE",

@@ -19,21 +19,27 @@ import tensorflow as tf
 
 from smdist.config import HookConfig
 from smdist.errors import ConfigurationError
+from smdist.format.manifest import CollectionInfo, Collections
 from smdist.identity import ModeKeys
-from smdist.manifest import CollectionInfo, Collections
-from smdist.workers.enrol import saves
-from smdist.workers.keras_functions import is_keras_3
-from smdist.workers.keras_lanes import Lane
-from smdist.workers.keras_names import Names
-from smdist.workers.keras_phases import Phases, Place
-from smdist.workers.keras_recording import Recording
-from smdist.workers.keras_tape import Tapes
-from smdist.workers.outlet import Outlet
-from smdist.workers.recorder import Recorder
-from smdist.workers.steps import AT_ONCE
-from smdist.workers.tf_base import TensorflowHook
-from smdist.workers.tf_host import array_of, is_layer, is_variable, reading, unconverted
-from smdist.workers.whereabouts import Whereabouts
+from smdist.workers.hook.capture_session import Outlet
+from smdist.workers.hook.process_settings import Whereabouts
+from smdist.workers.hook.recorder import Recorder
+from smdist.workers.hook.step_clock import AT_ONCE
+from smdist.workers.join.enrol import saves
+from smdist.workers.keras_adapter.phases import Phases, Place
+from smdist.workers.keras_adapter.recording import Recording
+from smdist.workers.keras_adapter.replicas import Lane
+from smdist.workers.keras_adapter.step_function import is_keras_3
+from smdist.workers.keras_adapter.tape_loops import Tapes
+from smdist.workers.keras_adapter.variable_names import Names
+from smdist.workers.tf_adapter.base_hook import TensorflowHook
+from smdist.workers.tf_adapter.tensor_access import (
+    array_of,
+    is_layer,
+    is_variable,
+    reading,
+    unconverted,
+)
 
 __all__ = ["KerasHook"]
 
@@ -152,6 +158,7 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
         """
         if not hasattr(optimizer, "apply_gradients"):
             raise ConfigurationError(f"wrap_optimizer takes an optimizer, not {optimizer!r}")
+        self._tell_if_closed()
         if self._active:
             self._recording.wrap(optimizer)
         return optimizer
@@ -161,6 +168,7 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
         variables are named by their place in it."""
         if not is_layer(model):
             raise ConfigurationError(f"register_model takes a Keras model, not {model!r}")
+        self._tell_if_closed()
         if self._active:
             self._recording.register(model)
 
@@ -212,6 +220,11 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
     def _begin_step(self) -> None:
         self._recording.lanes.begin()
         self._recording.save_variables()
+        for lane in self._recording.lanes.others:
+            lane.recorder.cut = self._under_way()
+
+    def _under_way(self) -> str:
+        return "an exception ended its batch" if self._phases.running else ""
 
     def _rest(self, next_due: int) -> None:
         self._recording.lanes.finish()
@@ -277,7 +290,7 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
     def _end(self, reason: str, timeout: float | None = None) -> None:
         if self._recording.lanes.interrupted:  # none of them can be closed within its own save
             self._postponed, self._clock.due = (reason, timeout), AT_ONCE
-        elif self._active:
+        elif self._active or self._outlet.is_open:
             super()._end(reason, timeout)
         else:  # the first may have retired without the others
             self._close_lanes(reason, self._close_timeout_s if timeout is None else timeout)
@@ -289,9 +302,9 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
             self._close_lanes(reason, timeout_s)
 
     def _close_lanes(self, reason: str, timeout_s: float) -> None:
-        others = tuple(self._recording.lanes.others)
-        self._recording.lanes.others.clear()
-        for lane in others:
-            left = lane.outlet.close(reason, timeout_s)
+        others = self._recording.lanes.others
+        while others:  # each until it is closed: this may be interrupted, and come again
+            left = others[0].outlet.close(reason, timeout_s)
+            del others[0]
             if left:
                 self._mishaps.trouble(left)

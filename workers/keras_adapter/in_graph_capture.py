@@ -23,15 +23,21 @@ import numpy as np
 import tensorflow as tf
 
 from smdist.planning import Planner, StepPlan
-from smdist.workers.keras_functions import is_built, sow
-from smdist.workers.keras_names import Names, all_optimizers
-from smdist.workers.keras_taps import Taps, Wants, covers, dense, of_stage
-from smdist.workers.mishaps import Mishaps
-from smdist.workers.tf_aside import tell_when
-from smdist.workers.tf_host import Array, array_of, flat_tensors, tf_variable, unconverted
+from smdist.workers.hook.error_policy import Mishaps
+from smdist.workers.keras_adapter.step_function import is_built, sow
+from smdist.workers.keras_adapter.taps import Taps, Wants, covers, dense, of_stage
+from smdist.workers.keras_adapter.variable_names import Names, all_optimizers
+from smdist.workers.tf_adapter.graph_callbacks import tell_when
+from smdist.workers.tf_adapter.tensor_access import (
+    Array,
+    array_of,
+    flat_tensors,
+    tf_variable,
+    unconverted,
+)
 
 if TYPE_CHECKING:
-    from smdist.workers.keras_recording import Recording
+    from smdist.workers.keras_adapter.recording import Recording
 
 __all__ = ["Inline", "Owner"]
 
@@ -59,6 +65,7 @@ class Inline:
         with ThreadPoolExecutor(1) as elsewhere:
             self._armed = elsewhere.submit(_flag).result()
         self.seen = 0  # steps that told of themselves since `arm`
+        self.armed = False
         self._blind = False  # was it traced without telling anything?
         self._step: Any = None  # as installed
         self._checked: deque[StepPlan] = deque(maxlen=_PLANS)  # nothing is missing for these
@@ -81,10 +88,12 @@ class Inline:
                 self._check(owner, self._wants)
             except Exception as error:  # noqa: BLE001 (the policy decides)
                 owner.mishaps.handle(error, f"looking at {self._model.name}")
+        self.armed = True
         self._armed.assign(value=True)
 
     def disarm(self) -> None:
         self._armed.assign(value=False)
+        self.armed = False
 
     def _check(self, owner: Owner, told: Wants) -> None:
         """Can the function tell what is wanted of the coming step? A plan is another one when the

@@ -12,12 +12,12 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from smdist.planning import StepPlan
-from smdist.workers.keras_functions import StepFunction
-from smdist.workers.keras_names import Names
-from smdist.workers.keras_taps import Wants
+from smdist.workers.keras_adapter.step_function import StepFunction
+from smdist.workers.keras_adapter.taps import Wants
+from smdist.workers.keras_adapter.variable_names import Names
 
 if TYPE_CHECKING:
-    from smdist.workers.keras_inline import Inline
+    from smdist.workers.keras_adapter.in_graph_capture import Inline
 
 __all__ = ["Known", "Models"]
 

@@ -32,11 +32,11 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from smdist.identity import ModeKeys
-from smdist.workers.steps import StepClock
+from smdist.workers.hook.step_clock import StepClock
 
 if TYPE_CHECKING:
-    from smdist.workers.keras_inline import Inline
-    from smdist.workers.keras_inside import Inside
+    from smdist.workers.keras_adapter.in_graph_capture import Inline
+    from smdist.workers.keras_adapter.step_runner import Inside
 
 __all__ = ["MODES", "Phase", "is_tuned", "one_by_one", "steps_per_execution"]
 
@@ -126,6 +126,8 @@ class Phase:
             self._strange(self)
             return self.below(source)
         clock = self._clock
+        if self.inline is not None and self.inline.armed:  # an exception came before it was not
+            self.inline.disarm()
         self.running = True
         try:
             if self._quick and clock.quiet > 0 and clock.mode is self._mode:

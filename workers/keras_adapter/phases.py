@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 from smdist.identity import ModeKeys
 from smdist.planning import Planner
-from smdist.workers import horovod
-from smdist.workers.keras_inline import Inline, Owner
-from smdist.workers.keras_inside import Inside
-from smdist.workers.keras_phase import Phase, is_tuned, steps_per_execution
-from smdist.workers.keras_random import OneFunction, note_turn, turn_after
-from smdist.workers.keras_recording import Recording
-from smdist.workers.mishaps import Mishaps
-from smdist.workers.steps import StepClock
+from smdist.workers import horovod_support as horovod
+from smdist.workers.hook.error_policy import Mishaps
+from smdist.workers.hook.step_clock import StepClock
+from smdist.workers.keras_adapter.in_graph_capture import Inline, Owner
+from smdist.workers.keras_adapter.phase import Phase, is_tuned, steps_per_execution
+from smdist.workers.keras_adapter.recording import Recording
+from smdist.workers.keras_adapter.stateful_random import OneFunction, note_turn, turn_after
+from smdist.workers.keras_adapter.step_runner import Inside
 
 __all__ = ["Phases", "Place"]
 

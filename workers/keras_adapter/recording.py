@@ -13,19 +13,19 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from smdist.collection import CollectionKeys
 from smdist.config import CollectionManager
+from smdist.config.collection import CollectionKeys
 from smdist.identity import ModeKeys
 from smdist.planning import Planner, StepPlan
-from smdist.workers.keras_functions import is_built
-from smdist.workers.keras_known import Models
-from smdist.workers.keras_lanes import Lanes
-from smdist.workers.keras_names import NamedVariable, Names, all_optimizers
-from smdist.workers.keras_taps import NOTHING, Anywhere, Wants, at_stage, of_stage, wants_of
-from smdist.workers.mishaps import Mishaps
-from smdist.workers.recorder import Recorder
-from smdist.workers.steps import StepClock
-from smdist.workers.tf_host import Array, array_of, is_variable, tf_variable
+from smdist.workers.hook.error_policy import Mishaps
+from smdist.workers.hook.recorder import Recorder
+from smdist.workers.hook.step_clock import StepClock
+from smdist.workers.keras_adapter.model_cache import Models
+from smdist.workers.keras_adapter.replicas import Lanes
+from smdist.workers.keras_adapter.step_function import is_built
+from smdist.workers.keras_adapter.taps import NOTHING, Anywhere, Wants, at_stage, of_stage, wants_of
+from smdist.workers.keras_adapter.variable_names import NamedVariable, Names, all_optimizers
+from smdist.workers.tf_adapter.tensor_access import Array, array_of, is_variable, tf_variable
 
 __all__ = ["Recording"]
 

@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 
 from smdist.errors import CaptureError
+from smdist.format.manifest import Collections, collections_key
 from smdist.identity import StepRef, worker_name
-from smdist.manifest import Collections, collections_key
 from smdist.planning import StepPlan
-from smdist.workers.outlet import Outlet
-from smdist.workers.recorder import Recorder
-from smdist.workers.tf_host import Array
+from smdist.workers.hook.capture_session import Outlet
+from smdist.workers.hook.recorder import Recorder
+from smdist.workers.tf_adapter.tensor_access import Array
 
 __all__ = ["Lane", "Lanes"]
 
@@ -87,9 +87,10 @@ class Lanes:
                 recorder.offer_many(tuple(found), list(found.values()))
 
     def close(self) -> None:
-        self.first.close()
-        for lane in self.others:
-            lane.recorder.close()
+        """The step has all that it brings."""
+        for recorder in (self.first, *(lane.recorder for lane in self.others)):
+            recorder.cut = ""
+            recorder.close()
 
     def finish(self) -> None:
         for lane in self.others:

@@ -12,10 +12,10 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any
 
-from smdist.workers.keras_functions import Outcome, StepFunction, run_or_plain
-from smdist.workers.keras_phase import one_by_one, steps_per_execution
-from smdist.workers.keras_taps import NOTHING, Wants, covers
-from smdist.workers.mishaps import Mishaps
+from smdist.workers.hook.error_policy import Mishaps
+from smdist.workers.keras_adapter.phase import one_by_one, steps_per_execution
+from smdist.workers.keras_adapter.step_function import Outcome, StepFunction, run_or_plain
+from smdist.workers.keras_adapter.taps import NOTHING, Wants, covers
 
 __all__ = ["OneFunction", "cannot_look", "draws", "example", "note_turn", "turn_after"]
 

@@ -15,9 +15,9 @@ from typing import Any, cast
 
 import tensorflow as tf
 
-from smdist.workers.keras_taps import Taps
-from smdist.workers.mishaps import Mishaps
-from smdist.workers.tf_host import unconverted
+from smdist.workers.hook.error_policy import Mishaps
+from smdist.workers.keras_adapter.taps import Taps
+from smdist.workers.tf_adapter.tensor_access import unconverted
 
 __all__ = [
     "Outcome",

@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from smdist.workers.keras_functions import (
+from smdist.workers.hook.error_policy import Mishaps
+from smdist.workers.keras_adapter.recording import Recording
+from smdist.workers.keras_adapter.stateful_random import (
+    OneFunction,
+    cannot_look,
+    draws,
+    example,
+    note_turn,
+    turn_after,
+)
+from smdist.workers.keras_adapter.step_function import (
     Outcome,
     StepFunction,
     build_by_tracing,
@@ -22,21 +32,11 @@ from smdist.workers.keras_functions import (
     only_says_built,
     run_or_plain,
 )
-from smdist.workers.keras_names import all_optimizers
-from smdist.workers.keras_random import (
-    OneFunction,
-    cannot_look,
-    draws,
-    example,
-    note_turn,
-    turn_after,
-)
-from smdist.workers.keras_recording import Recording
-from smdist.workers.keras_taps import Taps, Wants, union
-from smdist.workers.mishaps import Mishaps
+from smdist.workers.keras_adapter.taps import Taps, Wants, union
+from smdist.workers.keras_adapter.variable_names import all_optimizers
 
 if TYPE_CHECKING:
-    from smdist.workers.keras_phase import Phase
+    from smdist.workers.keras_adapter.phase import Phase
 
 __all__ = ["Inside"]
 

@@ -25,29 +25,36 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from smdist.collection import CollectionKeys
 from smdist.config import CollectionManager
+from smdist.config.collection import CollectionKeys
 from smdist.identity import ModeKeys
-from smdist.workers.keras_names import (
+from smdist.workers.hook.error_policy import Mishaps
+from smdist.workers.hook.recorder import Recorder
+from smdist.workers.hook.step_clock import StepClock
+from smdist.workers.keras_adapter.recording import Recording
+from smdist.workers.keras_adapter.taps import Taps
+from smdist.workers.keras_adapter.variable_names import (
     LooseNames,
     NamedVariable,
     gradient_name,
     unique,
     weight_name,
 )
-from smdist.workers.keras_recording import Recording
-from smdist.workers.keras_taps import Taps
-from smdist.workers.mishaps import Mishaps
-from smdist.workers.recorder import Recorder
-from smdist.workers.steps import StepClock
-from smdist.workers.tf_aside import ask, compiled, tell_when
-from smdist.workers.tf_gradient import Save, watch
-from smdist.workers.tf_host import Array, array_of, is_variable, tf_variable, unconverted
+from smdist.workers.tf_adapter.graph_callbacks import ask, compiled, tell_when
+from smdist.workers.tf_adapter.tape_gradients import Save, watch
+from smdist.workers.tf_adapter.tensor_access import (
+    Array,
+    array_of,
+    is_variable,
+    tf_variable,
+    unconverted,
+)
 
 __all__ = ["Tapes"]
 
 _Tapes = list[weakref.ref[Any]]  # a tape holds everything that it has recorded
 
+_CUT = "an exception interrupted the capture of what its tape has seen"
 _LOSS = "loss"
 _COMPILED = (
     "a tape in a function that XLA compiles is not captured: XLA lets nothing out; make that "
@@ -219,8 +226,10 @@ class Tapes:
             watch(tape, self._untap, self._save_eager, synced=self._recording.synced)
 
     def _save_start(self) -> None:
+        cut = self._recorder.risk(_CUT)
         variables = self._at_start()
         self._offer_variables([n.name for n in variables], [n.variable for n in variables])
+        self._recorder.cut = cut
 
     def _tap(self) -> None:
         names, plan = self._recording.registered_names(), self._recorder.plan
@@ -239,14 +248,17 @@ class Tapes:
         self._tapped.close()
         if taps is None:
             return
+        cut = self._recorder.risk(_CUT)
         try:
             seen = taps.end()
             if self._recorder.recording:
                 self._offer(seen, seen.values())
+            self._recorder.cut = cut
         except Exception as error:  # noqa: BLE001 (the policy decides)
             self._mishaps.handle(error, "capturing layers")
 
     def _save_eager(self, target: Any, sources: Any, gradients: Any) -> None:
+        self._recorder.risk(_CUT)
         try:
             if self._recorder.recording:
                 found = self._found(target, sources, gradients, self._loose, self._taken)
@@ -309,9 +321,11 @@ class Tapes:
     def _save_traced(
         self, computed: list[str], variables: list[str], arrays: tuple[Array, ...]
     ) -> Any:
+        cut = self._recorder.risk(_CUT)
         try:
             self._offer(computed, arrays[: len(computed)])
             self._offer_variables(variables, arrays[len(computed) :])
+            self._recorder.cut = cut
             if computed:
                 self._recording.close()
         except Exception as error:  # noqa: BLE001 (the policy decides)

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
 
-from smdist.codec import dtype_code
 from smdist.errors import CaptureError
+from smdist.format.dtypes import dtype_code
 from smdist.planning import Planner
-from smdist.workers import horovod
-from smdist.workers.keras_names import Names, gradient_name
-from smdist.workers.mishaps import Mishaps
-from smdist.workers.tf_host import flat_tensors, forms_beside, unconverted
+from smdist.workers import horovod_support as horovod
+from smdist.workers.hook.error_policy import Mishaps
+from smdist.workers.keras_adapter.variable_names import Names, gradient_name
+from smdist.workers.tf_adapter.tensor_access import flat_tensors, forms_beside, unconverted
 
 __all__ = [
     "NOTHING",

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from smdist.workers.tf_host import is_variable, tf_variable
+from smdist.workers.tf_adapter.tensor_access import is_variable, tf_variable
 
 __all__ = [
     "LooseNames",

@@ -10,6 +10,8 @@ import mmap
 import os
 from pathlib import Path
 
+from smdist.workers.spool.private_files import open_file
+
 __all__ = ["Ledger"]
 
 _PAGE = 4096
@@ -19,7 +21,7 @@ _ACKED, _BYTES, _STEPS, _UPLOADER, _TROUBLE_LENGTH = range(5)
 
 class Ledger:
     def __init__(self, path: Path) -> None:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = open_file(path, os.O_RDWR | os.O_CREAT)
         try:
             if os.fstat(descriptor).st_size < _PAGE:
                 os.posix_fallocate(descriptor, 0, _PAGE)

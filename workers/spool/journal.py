@@ -14,6 +14,7 @@ hold within one file, so every file can be read without those before it.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import re
@@ -22,14 +23,17 @@ import sys
 import time
 from array import array
 from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
 
 import google_crc32c
 import msgspec
 
 from smdist import kernel
 from smdist.errors import SpoolUnavailable
-from smdist.record import Declare, Inline, Part, Piece, Record, Trouble
-from smdist.workers.spool import Spool, no_room
+from smdist.format.journal_records import Declare, Inline, Part, Piece, Record, Trouble
+from smdist.workers.spool.private_files import NotPrivate
+from smdist.workers.spool.spool import Spool, no_room
 
 __all__ = ["JournalFileFull", "JournalReader", "JournalWriter"]
 
@@ -38,7 +42,7 @@ _MAGIC = b"smdjrnl1"
 _HEADER = struct.Struct("<8sQ")
 _FRAME = struct.Struct("<II")
 _CONTINUED = 0xFFFFFFFF
-_REST = len(msgspec.msgpack.encode((0.0, 0, 0, 0))) - 1  # of a part: its time and what follows
+_REST = len(msgspec.msgpack.encode((0.0, 0, 0, 0, 0))) - 1  # of a part: its time and what follows
 _MOST_PART = 72  # bytes of its frame
 _NAME = re.compile(r"journal-(\d{6,})")
 
@@ -55,22 +59,50 @@ class JournalFileFull(Exception):
     """The owner calls `make_room`, declares again what it needs, and appends once more."""
 
 
+class _File(NamedTuple):
+    """A journal file that is written: mapped at `address`, to be used up to `stop`."""
+
+    number: int
+    first: int  # ordinal of its first record
+    map: mmap.mmap
+    address: int
+    before: int  # bytes of the files before it
+
+    @property
+    def start(self) -> int:
+        return self.address + _HEADER.size
+
+    @property
+    def stop(self) -> int:
+        return self.address + len(self.map) - _FRAME.size  # there is always room for the way on
+
+
 class JournalWriter:
-    """The training process's end. Not thread-safe: its owner serialises `append`."""
+    """The training process's end. Not thread-safe: its owner serialises `append`.
+
+    What the files hold is the truth, as a reader may have seen it. An exception that comes between a
+    frame and the cursor behind it, or in the middle of a rotation, is made good by `settle`, which
+    goes by the files: their owner calls it before anything else.
+    """
 
     def __init__(self, spool: Spool, file_bytes: int = FILE_BYTES) -> None:
         self._spool = spool
         self._file_bytes = file_bytes
         self._encode: Callable[[Record], bytes] = msgspec.msgpack.Encoder().encode
-        self.generation = -1  # index of the current file
-        self._map: mmap.mmap | None = None
-        self._address = self._end = 0  # of the file in memory; how far it may be used
-        self._stop = self._before = 0  # where this file is full; bytes of those before it
+        self._file: _File | None = None
+        self._closed = False
+        self._end = 0  # how far the file may be used
         # Address of the next frame, and its ordinal: where the kernel can move them on, too.
         self._cursor = array("Q", [0, 0])
         self._cursor_address = self._cursor.buffer_info()[0]
+        self._sure: tuple[_File | None, int, int] = (None, 0, 0)  # where it once stood, in its file
         self._opening = b""
         self._rotate(0)
+
+    @property
+    def generation(self) -> int:
+        """Index of the current file."""
+        return -1 if self._file is None else self._file.number
 
     @property
     def next_ordinal(self) -> int:
@@ -85,14 +117,16 @@ class JournalWriter:
         need, (at, ordinal) = _padded(len(payload)), self._cursor
         if at + need > self._end:
             raise JournalFileFull
+        assert self._file is not None
         head = _FRAME.pack(len(payload), google_crc32c.value(payload))
-        self._write(self._map, at - self._address, head + payload)
+        self._write(self._file.map, at - self._file.address, head + payload)
         self._cursor[0], self._cursor[1] = at + need, ordinal + 1
         return ordinal
 
     def begin(self, mode: int, mode_step: int, step: int) -> None:
         """The step of the parts that `put` will record."""
-        self._opening = self._encode(Part(mode, mode_step, step, 0.0, 0, 0, 0))[:-_REST]
+        self._opening = self._encode(Part(mode, mode_step, step, 0.0, 0, 0, 0, 0))[:-_REST]
+        self._sure = (self._file, self._cursor[0], self._cursor[1])
 
     def put(
         self, target: int, source: int, nbytes: int, kind: int, arena: int, offset: int
@@ -103,14 +137,14 @@ class JournalWriter:
         place, opening = self._cursor_address, self._opening
         kernel.record(target, source, nbytes, place, opening, time.time(), kind, arena, offset)
 
-    def _write(self, file: mmap.mmap | None, at: int, data: bytes) -> None:
-        assert file is not None
+    def _write(self, file: mmap.mmap, at: int, data: bytes) -> None:
         file[at : at + len(data)] = data
 
     @property
     def written(self) -> int:
         """Bytes so far, in all files."""
-        return self._before + self._cursor[0] - self._address
+        assert self._file is not None
+        return self._file.before + self._cursor[0] - self._file.address
 
     def size_of(self, records: tuple[Record, ...]) -> int:
         """Bytes that they take, at most; numbers of kinds may be of any size."""
@@ -118,38 +152,95 @@ class JournalWriter:
 
     def fits(self, nbytes: int) -> bool:
         """Whether this file has room for so many bytes."""
-        return self._cursor[0] + nbytes <= self._stop
+        return not self._closed and self._cursor[0] + nbytes <= self._stop
 
     def allow(self, nbytes: int) -> None:
         """Let it grow by so many bytes, and then raise JournalFileFull."""
         self._end = min(self._stop, self._cursor[0] + nbytes)
 
+    @property
+    def _stop(self) -> int:
+        assert self._file is not None
+        return self._file.stop
+
     def make_room(self, records: tuple[Record, ...]) -> None:
         """Go on in a new file that surely has room for `records`; all declarations are void then."""
-        if self._map is None:
+        if self._closed:
             raise SpoolUnavailable(f"the journal in {self._spool.path} is closed")
         self._rotate(self.size_of(records))
 
     def _rotate(self, need: int) -> None:
         size = max(self._file_bytes, _HEADER.size + need + 2 * _FRAME.size)
-        name = _file_name(self.generation + 1)
-        new = _reserve(self._spool, name, size)
+        new = _reserve(self._spool, _file_name(self.generation + 1), size)
         self._write(new, 0, _HEADER.pack(_MAGIC, self.next_ordinal))
-        if self._map is not None:
-            at = self._cursor[0] - self._address
-            self._write(self._map, at, _FRAME.pack(_CONTINUED, 0))
-            self._map.close()
-            self._before += at
-        self._map, self._address = new, kernel.address_of(new)
-        self._cursor[0] = self._address + _HEADER.size
-        self._stop = self._address + size - _FRAME.size  # there is always room for the way on
-        self._end = self._stop
-        self.generation += 1
+        self._go_on_in(new)
+
+    def _go_on_in(self, new: mmap.mmap) -> None:
+        """From here on `settle` ends what is cut off: the file and its header are there."""
+        old, ordinal, before = self._file, self.next_ordinal, 0
+        if old is not None:
+            at = self._cursor[0] - old.address
+            self._write(old.map, at, _FRAME.pack(_CONTINUED, 0))
+            before = old.before + at
+        file = _File(self.generation + 1, ordinal, new, kernel.address_of(new), before)
+        self._file = file
+        self._cursor[0] = file.start
+        self._end = file.stop
+        if old is not None:
+            _let_go(old.map)
+
+    def settle(self) -> None:
+        """After an exception: step over what is written, and end the rotation that is under way."""
+        file = self._file
+        if file is None or self._closed:
+            return
+        known, at, ordinal = self._sure
+        if known is not file:
+            at, ordinal = file.start, file.first
+        while size := _size_at(file, at):
+            at, ordinal = at + size, ordinal + 1
+            self._sure = (file, at, ordinal)  # this may be interrupted, too
+        self._cursor[0], self._cursor[1] = at, ordinal
+        self._end = at  # what it may grow by is asked again
+        name = _file_name(file.number + 1)
+        path = next((p for place in self._spool.places if (p := place / name).exists()), None)
+        if path is None:
+            return
+        new = _reopen(path)
+        if new is None:  # nobody can have seen it
+            path.unlink()
+        else:
+            self._go_on_in(new)
 
     def close(self) -> None:
-        if self._map is not None:
-            self._map.close()
-            self._map, self._end, self._stop = None, 0, 0
+        """Can be repeated if it is interrupted."""
+        self._closed, self._end = True, 0
+        if self._file is not None:
+            _let_go(self._file.map)
+
+
+def _let_go(file: mmap.mmap) -> None:
+    with contextlib.suppress(BufferError):  # the frame of an interrupted call holds a view
+        file.close()
+
+
+def _size_at(file: _File, at: int) -> int:
+    """Bytes of the frame there, 0 if there is no whole one."""
+    at -= file.address
+    length, checksum = _FRAME.unpack_from(file.map, at)
+    end = at + _FRAME.size + length
+    if length == 0 or end > len(file.map):
+        return 0
+    return _padded(length) if google_crc32c.value(file.map[end - length : end]) == checksum else 0
+
+
+def _reopen(path: Path) -> mmap.mmap | None:
+    """A file that was made and not yet written to; None if it has no header."""
+    with path.open("r+b") as handle:
+        header = handle.read(_HEADER.size)
+        if len(header) < _HEADER.size or _HEADER.unpack(header)[0] != _MAGIC:
+            return None
+        return mmap.mmap(handle.fileno(), 0)
 
 
 def _reserve(spool: Spool, name: str, size: int) -> mmap.mmap:
@@ -236,10 +327,7 @@ class JournalReader:
     def _open_first(self) -> bool:
         """The file that begins closest before `start`, or at it."""
         indices = sorted(
-            int(found[1])
-            for place in self._spool.places
-            for entry in os.listdir(place)
-            if (found := _NAME.fullmatch(entry))
+            int(found[1]) for entry in self._spool.names() if (found := _NAME.fullmatch(entry))
         )
         for index in indices:
             first = self._first_of(index)
@@ -255,8 +343,10 @@ class JournalReader:
 
     def _first_of(self, index: int) -> int | None:
         try:
-            with self._spool.find(_file_name(index)).open("rb") as handle:
+            with self._spool.reading(_file_name(index)) as handle:
                 header = handle.read(_HEADER.size)
+        except NotPrivate:
+            raise
         except (SpoolUnavailable, FileNotFoundError):  # its reservation failed just now
             return None
         if len(header) < _HEADER.size:
@@ -270,7 +360,7 @@ class JournalReader:
             return False
         if self._map is not None:
             self._map.close()
-        with self._spool.find(_file_name(index)).open("rb") as handle:
+        with self._spool.reading(_file_name(index)) as handle:
             self._map = mmap.mmap(handle.fileno(), 0, prot=mmap.PROT_READ)
         self._firsts[index] = first
         self._index, self._at, self._ordinal = index, _HEADER.size, first
@@ -283,7 +373,7 @@ class JournalReader:
             following = self._firsts.get(index + 1)
             if following is None or following > ordinal or index >= self._index:
                 return
-            self._spool.find(_file_name(index)).unlink(missing_ok=True)
+            self._spool.discard(_file_name(index))
             del self._firsts[index]
 
     def close(self) -> None:

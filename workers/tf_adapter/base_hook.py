@@ -14,16 +14,16 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import Self
 
-from smdist.collection import CollectionKeys
 from smdist.config import TENSORFLOW, Framework, HookConfig
-from smdist.reduction import ReductionConfig
-from smdist.schedule import SaveConfig
-from smdist.values import number
-from smdist.workers.hook import CLOSE_TIMEOUT_S, BaseHook
-from smdist.workers.tf_aside import compiled, tell
-from smdist.workers.tf_collection import Collection
-from smdist.workers.tf_host import Array, array_of, reading, unconverted
-from smdist.workers.whereabouts import Whereabouts
+from smdist.config.collection import CollectionKeys
+from smdist.config.readers import number, text
+from smdist.config.reduction_config import ReductionConfig
+from smdist.config.save_config import SaveConfig
+from smdist.workers.hook.base import CLOSE_TIMEOUT_S, BaseHook
+from smdist.workers.hook.process_settings import Whereabouts
+from smdist.workers.tf_adapter.collection import Collection
+from smdist.workers.tf_adapter.graph_callbacks import compiled, tell
+from smdist.workers.tf_adapter.tensor_access import Array, array_of, reading, unconverted
 
 __all__ = ["TensorflowHook"]
 
@@ -84,7 +84,7 @@ class TensorflowHook(BaseHook[Array]):
             stage_gradients=stage_gradients,
         )
         where = Whereabouts.read(rank, world_size, attempt, spool_dir)
-        timeout_s = min(number("close_timeout_s", close_timeout_s), TIMEOUT_MAX)
+        timeout_s = min(number("close_timeout_s", close_timeout_s, finite=False), TIMEOUT_MAX)
         self._build(config, where, timeout_s)
 
     @classmethod
@@ -119,6 +119,7 @@ class TensorflowHook(BaseHook[Array]):
 
         Names that speak of a loss are among the losses.
         """
+        tensor_name = text("tensor_name", tensor_name)
         if not self._active:
             self._tell_if_closed()
             return

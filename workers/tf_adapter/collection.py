@@ -6,9 +6,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from smdist.collection import Collection as NeutralCollection
+from smdist.config.collection import Collection as NeutralCollection
 from smdist.errors import ConfigurationError
-from smdist.workers.tf_host import is_layer, is_variable
+from smdist.workers.tf_adapter.tensor_access import is_layer, is_variable
 
 __all__ = ["Collection"]
 

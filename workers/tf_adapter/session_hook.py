@@ -18,15 +18,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from smdist.codec import dtype_code
-from smdist.collection import CollectionKeys
 from smdist.config import TENSORFLOW_GRAPH, HookConfig
+from smdist.config.collection import CollectionKeys
 from smdist.errors import CaptureError, ConfigurationError
+from smdist.format.dtypes import dtype_code
 from smdist.identity import ModeKeys
 from smdist.planning import StepPlan
-from smdist.workers.tf_base import TensorflowHook
-from smdist.workers.tf_host import array_of
-from smdist.workers.whereabouts import Whereabouts
+from smdist.workers.hook.process_settings import Whereabouts
+from smdist.workers.tf_adapter.base_hook import TensorflowHook
+from smdist.workers.tf_adapter.tensor_access import array_of
 
 __all__ = ["EstimatorHook", "SessionHook"]
 
@@ -54,6 +54,7 @@ class SessionHook(TensorflowHook, tf.compat.v1.train.SessionRunHook):  # type: i
             raise ConfigurationError(
                 f"wrap_optimizer takes a tf.compat.v1.train.Optimizer, not {optimizer!r}"
             )
+        self._tell_if_closed()
         if self._active and all(known() is not optimizer for known in self._optimizers):
             self._watch(optimizer)
         return optimizer
@@ -166,6 +167,7 @@ class SessionHook(TensorflowHook, tf.compat.v1.train.SessionRunHook):  # type: i
                 found = {**self._held, **(run_values.results or {})}
                 arrays = [array_of(value) for value in found.values()]
                 self._recorder.offer_many(tuple(found), arrays)
+                self._recorder.cut = ""
                 self._recorder.close()
         except Exception as error:  # noqa: BLE001 (the policy decides)
             self._mishaps.handle(error, f"step {clock.step}")
@@ -213,6 +215,9 @@ class SessionHook(TensorflowHook, tf.compat.v1.train.SessionRunHook):  # type: i
         return tensor.op._get_control_flow_context() is None
 
     # -- end ----------------------------------------------------------------------------------
+
+    def _under_way(self) -> str:
+        return "an exception interrupted the capture of what its run computed"
 
     def _forget(self) -> None:
         self._fetched.clear()

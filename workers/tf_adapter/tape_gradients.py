@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from smdist.workers import horovod
-from smdist.workers.tf_host import unconverted
+from smdist.workers import horovod_support as horovod
+from smdist.workers.tf_adapter.tensor_access import unconverted
 
 __all__ = ["Save", "watch"]
 

@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from smdist.codec import dtype_code
 from smdist.errors import CaptureError
-from smdist.workers.host import NumpyHost, stored_order
-from smdist.workers.script_values import Reading
+from smdist.format.dtypes import dtype_code
+from smdist.workers.capture.tensor_access import NumpyHost, stored_order
+from smdist.workers.hook.user_values import Reading
 
 __all__ = [
     "Array",

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from smdist.workers.steps import StepClock
+from smdist.workers.hook.step_clock import StepClock
 
 __all__ = ["Callback", "Counting", "in_backward", "untraced", "within_compiled"]
 

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from torch import nn
 
-from smdist.collection import Collection as NeutralCollection
+from smdist.config.collection import Collection as NeutralCollection
 
 __all__ = ["Collection"]
 

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from smdist.workers.mishaps import Mishaps
-from smdist.workers.torch_callback import Callback, untraced
-from smdist.workers.torch_names import compiled, layers
+from smdist.workers.hook.error_policy import Mishaps
+from smdist.workers.torch_adapter.callbacks import Callback, untraced
+from smdist.workers.torch_adapter.module_names import compiled, layers
 
 __all__ = ["CompiledParts", "stop_outer_graphs", "within_outer_graph"]
 

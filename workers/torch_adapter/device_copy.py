@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from smdist.codec import decode
-from smdist.statistics import COLUMNS, measure
-from smdist.workers.host import Wait
+from smdist.format.dtypes import decode
+from smdist.kernel.tensor_stats import COLUMNS, measure
+from smdist.workers.capture.tensor_access import Wait
 
 __all__ = ["DeviceReader"]
 
@@ -43,7 +43,7 @@ class DeviceReader:
             with torch.no_grad():
                 arrived = self._send(_row(tensor.detach()))
             return lambda: _put(arrived(), target)
-        from smdist.workers.torch_host import describe
+        from smdist.workers.torch_adapter.tensor_access import describe
 
         arrived_all, (code, shape, _) = self._send(tensor), describe(tensor)
 

@@ -13,6 +13,7 @@ as long as every step is such a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -23,18 +24,19 @@ from torch.utils.hooks import RemovableHandle
 
 from smdist.errors import CaptureError
 from smdist.planning import StepPlan, TensorPlan
-from smdist.workers import horovod
-from smdist.workers.mishaps import Mishaps
-from smdist.workers.part import PartPlan
-from smdist.workers.recorder import Recorder
-from smdist.workers.torch_callback import Callback
-from smdist.workers.torch_host import Value, readable
-from smdist.workers.torch_names import NamedParameter
+from smdist.workers import horovod_support as horovod
+from smdist.workers.capture.part_plan import PartPlan
+from smdist.workers.hook.error_policy import Mishaps
+from smdist.workers.hook.recorder import Recorder
+from smdist.workers.torch_adapter.callbacks import Callback
+from smdist.workers.torch_adapter.module_names import NamedParameter
+from smdist.workers.torch_adapter.tensor_access import Value, readable
 
 __all__ = ["GRADIENT", "Gradients"]
 
 GRADIENT = "gradient/"
 _END = "end of backward"
+_CUT = "an exception ended its backward pass"
 
 
 class _Wanted:
@@ -150,6 +152,8 @@ class Gradients:
         if wanted is None or recorder.plan is None:
             return
         self._came = True
+        if not recorder.cut:
+            self._watch_the_end()
         try:
             gradient, part = parameter.grad, wanted.part
             # As last time, and plain: all that `_save_one` would find out.
@@ -169,6 +173,16 @@ class Gradients:
                 self._arrived(key)
         except Exception as error:  # noqa: BLE001 (the policy decides)
             self._mishaps.handle(error, f"capturing {wanted.name}")
+
+    def _watch_the_end(self) -> None:
+        """Backward has begun: the step is not whole until it has ended."""
+        with suppress(RuntimeError):  # where autograd itself is compiled
+            Variable._execution_engine.queue_callback(self._ended)
+            self._recorder.cut = _CUT
+
+    def _ended(self) -> None:
+        if self._recorder.cut == _CUT:
+            self._recorder.cut = ""
 
     def _save_one(self, wanted: _Wanted) -> None:
         gradient = self._read(wanted)
@@ -195,6 +209,8 @@ class Gradients:
         if task == self._queued_for:
             return
         self._queued_for = task
+        if not self._recorder.cut:
+            self._watch_the_end()
         # Callbacks run in order. Whoever reduces gradients has queued its own by the time ours
         # runs, so the one that is queued from there comes after it.
         queue: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
@@ -211,8 +227,10 @@ class Gradients:
         if horovod.awaits_reduction(optimizer):
             return
         self._came = True
+        cut = self._recorder.risk(_CUT)
         try:
             self._save_many(self._of(optimizer))
+            self._recorder.cut = cut
             self._arrived((_END, 0 if optimizer is None else id(optimizer)))
         except Exception as error:  # noqa: BLE001 (the policy decides)
             self._mishaps.handle(error, "capturing reduced gradients")

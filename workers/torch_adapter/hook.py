@@ -23,18 +23,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from smdist.config import PYTORCH, HookConfig
+from smdist.config.readers import number, text
+from smdist.config.reduction_config import ReductionConfig
+from smdist.config.save_config import SaveConfig
 from smdist.errors import ConfigurationError
-from smdist.reduction import ReductionConfig
-from smdist.schedule import SaveConfig
-from smdist.values import number
-from smdist.workers.hook import CLOSE_TIMEOUT_S, BaseHook
-from smdist.workers.host import stored_order
-from smdist.workers.script_values import Reading
-from smdist.workers.steps import StepOn
-from smdist.workers.torch_collection import Collection
-from smdist.workers.torch_host import TorchHost, Value, describe, readable
-from smdist.workers.torch_recording import Recording
-from smdist.workers.whereabouts import Whereabouts
+from smdist.workers.capture.tensor_access import stored_order
+from smdist.workers.hook.base import CLOSE_TIMEOUT_S, BaseHook
+from smdist.workers.hook.process_settings import Whereabouts
+from smdist.workers.hook.step_clock import StepOn
+from smdist.workers.hook.user_values import Reading
+from smdist.workers.torch_adapter.collection import Collection
+from smdist.workers.torch_adapter.recording import Recording
+from smdist.workers.torch_adapter.tensor_access import TorchHost, Value, describe, readable
 
 __all__ = ["Hook"]
 
@@ -91,7 +91,7 @@ class Hook(BaseHook[Value]):
             stage_gradients=stage_gradients,
         )
         where = Whereabouts.read(rank, world_size, attempt, spool_dir)
-        timeout_s = min(number("close_timeout_s", close_timeout_s), TIMEOUT_MAX)
+        timeout_s = min(number("close_timeout_s", close_timeout_s, finite=False), TIMEOUT_MAX)
         self._build(config, where, timeout_s)
 
     @classmethod
@@ -139,7 +139,7 @@ class Hook(BaseHook[Value]):
         """
         if not isinstance(module, nn.Module):
             raise ConfigurationError(f"register_module takes a torch.nn.Module, not {module!r}")
-        if self._active and self._outlet.probe():
+        if self._saves():
             self._recording.add_root(module, step_on)
 
     def register_hook(self, module: nn.Module) -> None:
@@ -152,7 +152,7 @@ class Hook(BaseHook[Value]):
                 f"register_loss takes a torch.nn.Module, not {loss_module!r}; give the result of a "
                 "function to record_tensor_value() or save_scalar()"
             )
-        if self._active and self._outlet.probe():
+        if self._saves():
             self._recording.add_loss(loss_module)
 
     def register_optimizer(self, optimizer: Optimizer) -> None:
@@ -161,11 +161,13 @@ class Hook(BaseHook[Value]):
             raise ConfigurationError(
                 f"register_optimizer takes a torch.optim.Optimizer, not {optimizer!r}"
             )
-        if self._active and self._outlet.probe():
+        if self._saves():
             self._recording.add_optimizer(optimizer)
 
     def record_tensor_value(self, tensor_name: str, tensor_value: torch.Tensor) -> None:
         """Treat a tensor as the output of a module of that name: `<tensor_name>_output_0`."""
+        tensor_name = text("tensor_name", tensor_name)
+        self._tell_if_closed()
         if self._active:
             self._recording.modules.record(tensor_name, "output", tensor_value)
 
@@ -173,6 +175,9 @@ class Hook(BaseHook[Value]):
 
     def _begin_step(self) -> None:
         self._recording.begin()
+
+    def _under_way(self) -> str:
+        return self._recording.under_way
 
     def _rest(self, next_due: int) -> None:
         self._recording.rest(next_due)

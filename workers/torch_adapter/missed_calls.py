@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from smdist.workers.mishaps import Mishaps
-from smdist.workers.torch_callback import Callback
+from smdist.workers.hook.error_policy import Mishaps
+from smdist.workers.torch_adapter.callbacks import Callback
 
 __all__ = ["Unseen"]
 

@@ -16,23 +16,24 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from smdist.collection import compile_regex
 from smdist.config import PYTORCH
+from smdist.config.collection import compile_regex
 from smdist.errors import CaptureError
 from smdist.planning import Planner, StepPlan
-from smdist.workers.mishaps import Mishaps
-from smdist.workers.recorder import Recorder
-from smdist.workers.torch_callback import Callback, in_backward, within_compiled
-from smdist.workers.torch_compiled_parts import CompiledParts
-from smdist.workers.torch_flatten import MOST_ENTRIES, MOST_LOOKS, tensors_in
-from smdist.workers.torch_host import Value, readable
-from smdist.workers.torch_names import compiled
+from smdist.workers.hook.error_policy import Mishaps
+from smdist.workers.hook.recorder import Recorder
+from smdist.workers.torch_adapter.callbacks import Callback, in_backward, within_compiled
+from smdist.workers.torch_adapter.compiled_modules import CompiledParts
+from smdist.workers.torch_adapter.module_names import compiled
+from smdist.workers.torch_adapter.nested_tensors import MOST_ENTRIES, MOST_LOOKS, tensors_in
+from smdist.workers.torch_adapter.tensor_access import Value, readable
 
 __all__ = ["Modules"]
 
 INPUT, OUTPUT = "input", "output"
 _NUMBERED = re.compile(r"(.*)_(input|output)_\d+")
 _FIRST = 3
+_CUT = "an exception interrupted the capture of inputs or outputs"
 # An expression without any of these means all numbers or none. Ours mean all.
 _TELLS_NUMBERS = re.compile(r"[0-9\[]|\\[dw]|\.\.")
 _WRITTEN = re.compile(r"[0-9]{3,9}")
@@ -235,6 +236,7 @@ class Modules:
         """The tensors in `value`, under the next numbers of that name in this step."""
         if not self._enter():
             return
+        cut = self._recorder.risk(_CUT)
         count = self._counts.get((name, side), 0)
         found = tensors_in(value)
         if found.cut:
@@ -255,5 +257,6 @@ class Modules:
             except Exception as error:  # noqa: BLE001 (the policy decides)
                 self._mishaps.handle(error, f"capturing {full_name}")
         self._counts[name, side] = count
+        self._recorder.cut = cut
         if found.error is not None:
             self._mishaps.handle(found.error, f"looking for tensors among the {side}s of {name}")

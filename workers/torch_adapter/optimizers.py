@@ -16,13 +16,15 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from smdist.errors import CaptureError
-from smdist.workers.mishaps import Mishaps
-from smdist.workers.recorder import Recorder
-from smdist.workers.torch_callback import Callback
-from smdist.workers.torch_host import Value, readable
-from smdist.workers.torch_parameters import Parameters
+from smdist.workers.hook.error_policy import Mishaps
+from smdist.workers.hook.recorder import Recorder
+from smdist.workers.torch_adapter.callbacks import Callback
+from smdist.workers.torch_adapter.parameters import Parameters
+from smdist.workers.torch_adapter.tensor_access import Value, readable
 
 __all__ = ["Optimizers"]
+
+_CUT = "an exception interrupted the capture of what its optimizer keeps"
 
 
 class Optimizers:
@@ -94,11 +96,13 @@ class Optimizers:
     def _before(self, place: int, optimizer: Optimizer, *_: Any) -> None:
         if not self._recorder.recording:
             return
+        cut = self._recorder.risk(_CUT)
         try:
             found = list(self._variables(place, optimizer))
             self._recorder.offer_many(tuple(n for n, _ in found), [t for _, t in found])
         except Exception as error:  # noqa: BLE001 (the policy decides)
             self._mishaps.handle(error, "capturing optimizer variables")
+        self._recorder.cut = cut
         self._before_update(optimizer)
         self._arrived(("optimizer", id(optimizer)))
 

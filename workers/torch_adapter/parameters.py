@@ -12,11 +12,11 @@ from torch.nn.parameter import is_lazy
 
 from smdist.errors import CaptureError
 from smdist.planning import StepPlan
-from smdist.workers.mishaps import Mishaps
-from smdist.workers.part import PartPlan
-from smdist.workers.recorder import Recorder
-from smdist.workers.torch_host import Value, readable
-from smdist.workers.torch_names import NamedParameter, parameters_of
+from smdist.workers.capture.part_plan import PartPlan
+from smdist.workers.hook.error_policy import Mishaps
+from smdist.workers.hook.recorder import Recorder
+from smdist.workers.torch_adapter.module_names import NamedParameter, parameters_of
+from smdist.workers.torch_adapter.tensor_access import Value, readable
 
 __all__ = ["Parameters"]
 

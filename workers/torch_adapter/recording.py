@@ -10,6 +10,7 @@ due.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -20,23 +21,25 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from smdist.collection import CollectionKeys
 from smdist.config import CollectionManager
+from smdist.config.collection import CollectionKeys
 from smdist.planning import NEVER, Planner
-from smdist.workers.mishaps import Mishaps
-from smdist.workers.recorder import Recorder
-from smdist.workers.steps import AT_ONCE, StepClock, StepOn
-from smdist.workers.torch_callback import Callback, Counting, in_backward, within_compiled
-from smdist.workers.torch_compiled_parts import stop_outer_graphs, within_outer_graph
-from smdist.workers.torch_gradients import Gradients
-from smdist.workers.torch_host import Value
-from smdist.workers.torch_modules import Modules
-from smdist.workers.torch_names import Names, compiled, entrance
-from smdist.workers.torch_optimizers import Optimizers
-from smdist.workers.torch_parameters import Parameters
-from smdist.workers.torch_unseen import Unseen
+from smdist.workers.hook.error_policy import Mishaps
+from smdist.workers.hook.recorder import Recorder
+from smdist.workers.hook.step_clock import AT_ONCE, StepClock, StepOn
+from smdist.workers.torch_adapter.callbacks import Callback, Counting, in_backward, within_compiled
+from smdist.workers.torch_adapter.compiled_modules import stop_outer_graphs, within_outer_graph
+from smdist.workers.torch_adapter.gradients import Gradients
+from smdist.workers.torch_adapter.missed_calls import Unseen
+from smdist.workers.torch_adapter.module_names import Names, compiled, entrance
+from smdist.workers.torch_adapter.modules import Modules
+from smdist.workers.torch_adapter.optimizers import Optimizers
+from smdist.workers.torch_adapter.parameters import Parameters
+from smdist.workers.torch_adapter.tensor_access import Value
 
 __all__ = ["Recording"]
+
+_FORWARD = "an exception ended its forward pass"
 
 
 class _Root(NamedTuple):
@@ -67,6 +70,8 @@ class Recording:
         self._ends: list[RemovableHandle] = []
         self._eager = ExitStack()
         self._primed = False
+        self._entered = ""  # the counting root whose forward may begin a step
+        self._handled: BaseException | None = None  # what the script was handling then
         self.unseen = Unseen(mishaps)
         self._synced = synced
         self.modules = Modules(recorder, planner, mishaps, self._arrived, self._enter)
@@ -154,10 +159,16 @@ class Recording:
     ) -> None:
         if in_backward():
             return
+        self._entered, self._handled = root.name, sys.exc_info()[1]
         if self._clock.forward():
             self._attend()
         if self._recorder.plan is not None:
             self.modules.record_inputs(root.name, args, kwargs)
+
+    @property
+    def under_way(self) -> str:
+        """Why the step that has begun is not whole if its forward does not end."""
+        return _FORWARD if self._entered else ""
 
     def _on_other(
         self, root: _Root, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -172,6 +183,7 @@ class Recording:
     def _enter(self) -> bool:
         """A module runs, which may begin a step; is it part of one that is being recorded?"""
         if self._clock.between and self._clock.forward():
+            self._entered = ""
             self._attend()
         plan = self._recorder.plan
         # After a change of mode the step before may still get its gradients, but nothing else.
@@ -246,11 +258,17 @@ class Recording:
         if in_backward():
             return
         self._eager.close()
+        # torch calls this, too, for a forward that raised.
+        ended = self._entered == root.name and sys.exc_info()[1] is self._handled
+        self._handled = None
+        if ended and self._recorder.cut == _FORWARD:
+            self._recorder.cut = ""
         if self._recorder.recording and root.counts:
             self._arrived(("forward", root.name))
 
     def _arrived(self, token: Hashable) -> None:
         if self._recorder.arrived(token) and self._clock.step_on == "forward":
+            self._recorder.cut = ""  # all is there, though the backward pass may still be at it
             self._recorder.close()
 
     # -- end ----------------------------------------------------------------------------------

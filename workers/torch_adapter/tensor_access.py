@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Union
 import numpy.typing as npt
 import torch
 
-from smdist.codec import dtype_code
 from smdist.errors import CaptureError
-from smdist.workers.host import NumpyHost, Wait
+from smdist.format.dtypes import dtype_code
+from smdist.workers.capture.tensor_access import NumpyHost, Wait
 
 if TYPE_CHECKING:
-    from smdist.workers.torch_cuda import DeviceReader
+    from smdist.workers.torch_adapter.device_copy import DeviceReader
 
 __all__ = ["TorchHost", "Value", "describe", "readable"]
 
@@ -151,7 +151,7 @@ class TorchHost:
 
     def _reader(self) -> DeviceReader:
         if self._device is None:
-            from smdist.workers.torch_cuda import DeviceReader
+            from smdist.workers.torch_adapter.device_copy import DeviceReader
 
             self._device = DeviceReader()
         return self._device

@@ -9,18 +9,22 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
+from smdist import kernel
+from smdist.format.fold import Block, Fold, Source, fold
+from smdist.format.journal_records import Drop, Inline, Part, Piece, Record, Trouble
+from smdist.format.manifest import Dropped, Session, segment_key
+from smdist.format.segment import Segment, compose
 from smdist.identity import ModeKeys, worker_name
-from smdist.manifest import Session, segment_key
-from smdist.pipeline.fold import Fold, fold
-from smdist.pipeline.segment import Segment, compose
-from smdist.record import Drop, Inline, Part, Piece, Record, Trouble
-from smdist.workers.journal import JournalReader
-from smdist.workers.spool import Spool
+from smdist.workers.spool.journal import JournalReader
+from smdist.workers.spool.spool import Spool
 
 __all__ = ["Arenas", "Batch", "captured_bytes", "nothing", "prepare", "without"]
 
 _FORGET_S = 1.0
 _MODES = frozenset(mode.value for mode in ModeKeys)
+_OVERWRITTEN = "overwritten in the capture buffer before being stored"
 
 
 class Arenas:
@@ -35,12 +39,19 @@ class Arenas:
         """Those bytes, not copied; the training process reuses them once they are acknowledged."""
         mapped = self._maps.get(arena)
         if mapped is None:
-            with self._spool.find(f"arena-{arena}").open("rb") as handle:
+            with self._spool.reading(f"arena-{arena}") as handle:
                 mapped = mmap.mmap(handle.fileno(), 0, prot=mmap.PROT_READ)
             self._maps[arena] = mapped
         if not 0 <= offset <= offset + nbytes <= len(mapped):
             raise ValueError(f"arena {arena} has no bytes [{offset}, {offset + nbytes})")
         return memoryview(mapped)[offset : offset + nbytes]
+
+    def holds(self, source: Source) -> bool:
+        """Whether a part still has the bytes that were captured; in a journal they are checked."""
+        if source.arena < 0:
+            return True
+        view = self.read(source.arena, source.offset, source.kind.nbytes)
+        return source.kind.guard(kernel.address_of(view)) == source.guard
 
     def forget(self) -> None:
         """Let go of the pages, not of their content: they count as this process's memory.
@@ -67,16 +78,58 @@ class Batch(NamedTuple):
 
 
 def prepare(
-    pieces: Sequence[Piece], arenas: Arenas, session: Session, seq: int, life: str
+    pieces: Sequence[Piece],
+    arenas: Arenas,
+    run_id: str,
+    session: Session,
+    seq: int,
+    life: str,
 ) -> Batch:
-    """Fold, lay out, checksum. Raises whatever a record that makes no sense leads to."""
-    worker = worker_name(session.rank)
+    """Fold, lay out, checksum. Raises whatever a record that makes no sense leads to.
+
+    The guards are looked at after the checksums were computed: bytes that changed before that, or
+    meanwhile, do not fit their guard any more. Bytes that change later do not fit the checksum that
+    is stored, and readers say so. A page that a crash of the machine has torn is found here as well.
+    """
     news = fold(pieces)
-    key = segment_key(worker, session.attempt, seq, life)
-    segment = compose(
-        news.blocks, arenas.read, key=key, worker=worker, attempt=session.attempt, seq=seq
-    )
-    return Batch(seq, news, segment)
+    key = segment_key(worker_name(session.rank), session.attempt, seq, life)
+    while True:
+        segment = compose(
+            news.blocks, arenas.read, key=key, run_id=run_id, session=session, seq=seq
+        )
+        intact = _intact(news, arenas)
+        if intact is news:
+            return Batch(seq, news, segment)
+        news = intact
+
+
+def _intact(news: Fold, arenas: Arenas) -> Fold:
+    """Without the parts that were overwritten, which are dropped; `news` itself if there are none."""
+    blocks, dropped, troubles = [], list(news.dropped), list(news.troubles)
+    for block in news.blocks:
+        lost = [source for source in block.sources if not arenas.holds(source)]
+        if not lost:
+            blocks.append(block)
+            continue
+        kept = tuple(source for source in block.sources if source not in lost)
+        if kept or block.closed:
+            blocks.append(replace(block, sources=kept))
+        dropped += [_overwritten(block, source) for source in lost]
+        count = sum(len(source.tensors) for source in lost)
+        troubles.append(
+            f"step {block.ref.step}: {count} tensors left out, {_OVERWRITTEN}; unless the machine "
+            "crashed, please report this"
+        )
+    if len(dropped) == len(news.dropped):
+        return news
+    told = {"dropped": tuple(dropped), "troubles": tuple(troubles)}
+    return replace(news, blocks=tuple(blocks), **told)
+
+
+def _overwritten(block: Block, source: Source) -> Dropped:
+    mode, mode_step, step = block.ref
+    names = tuple(spec.name for spec in source.tensors)
+    return Dropped(mode.value, mode_step, step, names, source.kind.nbytes, _OVERWRITTEN)
 
 
 def captured_bytes(spool: Spool, first: int, upto: int = sys.maxsize) -> int:

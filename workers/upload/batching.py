@@ -6,6 +6,7 @@ the uploader saw it, so a wall clock that jumps changes nothing.
 
 - A *cut* is a place between records where no step is open. Batches end at cuts where possible.
 - Size: once `segment_bytes` are pending, as many whole steps as fit in them; a bigger step goes alone.
+- Number: once records and tensors take `MOST_HELD` bytes in memory, whole steps, or what there is.
 - Age: whole steps after `linger_s`; an open step only after `OPEN_LINGER` times that.
 - `Flush`, `End` and a drain (the training process is dead) want everything, still in batches of
   about `segment_bytes`.
@@ -16,14 +17,26 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from smdist.record import Close, Declare, Describe, Drop, End, Flush, Inline, Part, Piece
+from smdist.format.journal_records import (
+    Close,
+    Declare,
+    Describe,
+    Drop,
+    End,
+    Flush,
+    Inline,
+    Part,
+    Piece,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["OPEN_LINGER", "BatchLimits", "Decision", "Pending", "decide"]
+__all__ = ["MOST_HELD", "OPEN_LINGER", "BatchLimits", "Decision", "Pending", "decide"]
 
 OPEN_LINGER = 4.0
+MOST_HELD = 16 << 20  # bytes of memory for what is pending, however few it has in the store
+_RECORD, _TENSOR = 2 << 10, 1 << 10  # of these, for each one: as read, folded and laid out
 
 
 class BatchLimits(Protocol):
@@ -44,6 +57,7 @@ class Decision(NamedTuple):
 class _Item(NamedTuple):
     piece: Piece
     end: int  # bytes up to and with this record, from the start of the session
+    held: int  # bytes of memory that it takes
     seen: float
 
 
@@ -54,6 +68,7 @@ class Pending:
         self._items: list[_Item] = []
         self._start = 0  # the `end` of the last record taken
         self._end = 0
+        self._held = 0
         self._cuts: list[tuple[int, int]] = []  # (end, upto), ascending
         self.loose: int | None = None  # after a Close, though another step is open
         self._open: set[tuple[int, int]] = set()
@@ -70,6 +85,11 @@ class Pending:
         return self._end - self._start
 
     @property
+    def full(self) -> bool:
+        """No more is to be added before some is taken."""
+        return self._held >= MOST_HELD
+
+    @property
     def upto(self) -> int:
         """The ordinal after the last pending record; there is one."""
         return self._items[-1].piece.ordinal + 1
@@ -81,7 +101,9 @@ class Pending:
     def add(self, pieces: Iterable[Piece], now: float) -> None:
         for piece in pieces:
             self._end += _size(piece)
-            self._items.append(_Item(piece, self._end, now))
+            held = _RECORD + _TENSOR * (len(piece.kind.tensors) if piece.kind is not None else 0)
+            self._held += held
+            self._items.append(_Item(piece, self._end, held, now))
             self._note(piece, now)
 
     def _note(self, piece: Piece, now: float) -> None:
@@ -115,6 +137,7 @@ class Pending:
         taken, self._items = self._items[:count], self._items[count:]
         if taken:
             self._start = taken[-1].end
+            self._held -= sum(item.held for item in taken)
         self.urgent -= sum(isinstance(item.piece.record, (Flush, End)) for item in taken)
         self._cuts = [cut for cut in self._cuts if cut[1] > upto]
         if self.loose is not None and self.loose <= upto:
@@ -154,11 +177,12 @@ def decide(pending: Pending, limits: BatchLimits, now: float, *, drain: bool = F
     everything = pending.upto
     if drain or pending.urgent:
         cut = pending.cut_within(limits.segment_bytes)
-        fits = pending.nbytes <= limits.segment_bytes
+        fits = pending.nbytes <= limits.segment_bytes and not pending.full
         return Decision(everything if fits or cut is None else cut, None)
-    if pending.nbytes >= limits.segment_bytes:
+    if pending.nbytes >= limits.segment_bytes or pending.full:
         cut = pending.cut_within(limits.segment_bytes)
         cut = pending.loose if cut is None else cut
+        cut = everything if cut is None and pending.full else cut
         if cut is not None:
             return Decision(cut, None)
     wakes = []

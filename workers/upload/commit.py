@@ -23,9 +23,9 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
-from smdist.errors import ObjectExists, ObjectNotFound, StoreError, StoreForbidden
-from smdist.identity import worker_name
-from smdist.manifest import (
+from smdist.errors import CorruptObject, ObjectExists, ObjectNotFound, StoreError, StoreForbidden
+from smdist.format.inline_segment import attach, attachable
+from smdist.format.manifest import (
     RankManifest,
     RankState,
     Session,
@@ -35,14 +35,16 @@ from smdist.manifest import (
     segment_key,
     thinned_key,
 )
-from smdist.pipeline.attached import attach, attachable
-from smdist.storage.base import Buffer, Store
-from smdist.workers.batch import Batch
-from smdist.workers.ledger import Ledger
-from smdist.workers.patience import Conflict, Patience
-from smdist.workers.place import Place
-from smdist.workers.rolling import take_back
-from smdist.workers.spool import UNKNOWN_ATTEMPT
+from smdist.format.segment import with_open
+from smdist.format.stored_json import decode, encode, read
+from smdist.identity import worker_name
+from smdist.storage.store import Buffer, Store
+from smdist.workers.spool.ack_page import Ledger
+from smdist.workers.spool.spool import UNKNOWN_ATTEMPT
+from smdist.workers.upload.batch import Batch
+from smdist.workers.upload.manifest_spans import take_back
+from smdist.workers.upload.retry import Conflict, Patience
+from smdist.workers.upload.run_guard import Place
 
 __all__ = [
     "Committer",
@@ -88,8 +90,8 @@ async def resume_point(store: Store, session: Session, *, tidy: bool = True) -> 
     last: RankManifest | None = None
     for key in reversed(await store.list(f"manifests/{worker}/{attempt:06d}-")):
         try:
-            last = msgspec.json.decode(await store.get(key), type=RankManifest)
-        except msgspec.DecodeError:  # a power cut emptied it; the one before it counts
+            last = await read(store, key, RankManifest)
+        except CorruptObject:  # a power cut emptied it; the one before it counts
             await store.delete(key)
             continue
         break
@@ -177,6 +179,8 @@ class Committer:
         self._start, self._succeeds = start, succeeds
         self._endangered = [start.last] if succeeds and start.last is not None else []
         self._own: set[str] = set()  # segments
+        steps = start.last.steps if start.last is not None else ()
+        self._begun = {(entry.mode, entry.mode_step) for entry in steps if not entry.closed}
         self.store, self._session = store, session
         self._attach_bytes = attach_bytes
         self.last_commit_at = float("-inf")  # monotonic
@@ -195,6 +199,7 @@ class Committer:
         """Put `batch` in the background and call `done`; `ending` makes its manifest the last."""
         assert batch.seq == self.seq
         self.seq += 1
+        batch = batch._replace(segment=with_open(batch.segment, self._begun))
         self.bytes_in_flight += batch.news.nbytes
         self._own.add(batch.segment.key)
         layouts = {k: v for k, v in batch.segment.layouts.items() if k not in self._layouts}
@@ -282,9 +287,9 @@ class Committer:
         if key != thinned_key(self._worker, UNKNOWN_ATTEMPT):
             return key, data
         attempt = self._session.attempt
-        thinned = msgspec.json.decode(data, type=Thinned)
-        data = msgspec.json.encode(msgspec.structs.replace(thinned, attempt=attempt))
-        return thinned_key(self._worker, attempt), data
+        thinned = decode(data, Thinned, key)
+        key = thinned_key(self._worker, attempt)
+        return key, encode(msgspec.structs.replace(thinned, attempt=attempt), key)
 
     async def _see_to_the_run(self) -> None:
         """Without run and session nobody finds what we put: looked at now and then, when something
@@ -314,13 +319,13 @@ class Committer:
         for manifest in self._endangered:
             key = manifest_key(self._worker, manifest.attempt, manifest.seq)
             try:
-                found = msgspec.json.decode(await self.store.get(key), type=RankManifest)
-            except (ObjectNotFound, msgspec.DecodeError):
+                found = await read(self.store, key, RankManifest)
+            except (ObjectNotFound, CorruptObject):
                 found = None
             except StoreForbidden:  # who may write and not read has to trust
                 continue
             if found != manifest:
-                await self.store.put(key, (msgspec.json.encode(manifest),))
+                await self.store.put(key, (encode(manifest, key),))
 
     async def _remove_others(self) -> None:
         """Every manifest from our first on is ours: no other segment there belongs to anything."""
@@ -339,7 +344,7 @@ class Committer:
 
     async def _put_manifest(self, manifest: RankManifest) -> None:
         key = manifest_key(self._worker, manifest.attempt, manifest.seq)
-        data = msgspec.json.encode(manifest)
+        data = encode(manifest, key)
         # Only in the place of our first can there be one: a predecessor's, or a stranger's. A condition
         # costs another request on servers that are not AWS.
         first = manifest.seq == self._start.seq
@@ -357,8 +362,8 @@ class Committer:
 
     def _not_ours(self, key: str, found: bytes) -> Conflict:
         text = f"{key} in {self.store.url} was written by another process"
-        with contextlib.suppress(msgspec.DecodeError):
-            manifest = msgspec.json.decode(found, type=RankManifest)
+        with contextlib.suppress(CorruptObject):
+            manifest = decode(found, RankManifest, key)
             if manifest.session == self._session.session and self._succeeds:
                 return Overtaken(text)
         return Conflict(text)

@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable
 
 from smdist.errors import ConfigurationError, ObjectNotFound
-from smdist.manifest import RUN_KEY
-from smdist.storage.base import Store
-from smdist.workers.enrol import enter
-from smdist.workers.ledger import Ledger
-from smdist.workers.patience import Patience
-from smdist.workers.place import Place, Refused
-from smdist.workers.processes import alive
-from smdist.workers.spool import Spool
+from smdist.format.manifest import RUN_KEY
+from smdist.processes import alive
+from smdist.storage.store import Store
+from smdist.workers.join.enrol import enter
+from smdist.workers.spool.ack_page import Ledger
+from smdist.workers.spool.spool import Spool
+from smdist.workers.upload.retry import Patience
+from smdist.workers.upload.run_guard import Place, Refused
 
 __all__ = ["enter_run"]
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from smdist.errors import AlreadyCoordinated, SmdistError, Superseded
-from smdist.manifest import Session
-from smdist.storage.base import Store
+from smdist.format.manifest import Session
+from smdist.storage.store import Store
 
 __all__ = ["Rank", "merge_if_last", "not_merged"]
 
@@ -45,7 +45,7 @@ async def merge_if_last(store: Store, rank: Rank) -> str:
     if sessions * rank.summary_bytes > _MOST_BYTES:
         return not_merged(store, f"{sessions} summaries are too much for an uploader to read")
     # Of all uploaders one needs it.
-    from smdist.coordination.once import merge_once
+    from smdist.coordination.service.merge_once import merge_once
 
     at_once = min(_AT_ONCE, _IN_FLIGHT // max(rank.summary_bytes, 1) + 1)
     try:

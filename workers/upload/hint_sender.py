@@ -15,11 +15,12 @@ from collections.abc import Callable
 
 import msgspec
 
-from smdist.coordination.inbox import INBOX_KEY, Hint, Post
+from smdist.coordination.service.hint_server import INBOX_KEY, Hint, Post
 from smdist.errors import ObjectNotFound
+from smdist.format.manifest import Session
+from smdist.format.stored_json import read
 from smdist.identity import worker_name
-from smdist.manifest import Session
-from smdist.storage.base import Store
+from smdist.storage.store import Store
 
 __all__ = ["Announcer"]
 
@@ -78,7 +79,7 @@ class Announcer:
         self._look_s = min(2 * self._look_s, _MOST_LOOK_S)
         self._post = None
         with contextlib.suppress(ObjectNotFound):
-            self._post = msgspec.json.decode(await self._store.get(INBOX_KEY), type=Post)
+            self._post = await read(self._store, INBOX_KEY, Post)
             self._look_s = _LOOK_S
             self._look_at = self._clock() + _LOOK_S
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from smdist.format.journal_records import Close, Drop, End, Inline, Part, Piece, Record
+from smdist.format.manifest import Heartbeat
 from smdist.identity import StepRef
-from smdist.manifest import Heartbeat
-from smdist.pipeline.batching import Pending
-from smdist.record import Close, Drop, End, Inline, Part, Piece, Record
-from smdist.workers.batch import without
-from smdist.workers.commit import Ending
-from smdist.workers.journal import JournalReader
-from smdist.workers.spool import SpoolInfo
+from smdist.workers.spool.journal import JournalReader
+from smdist.workers.spool.spool import SpoolInfo
+from smdist.workers.upload.batch import without
+from smdist.workers.upload.batching import Pending
+from smdist.workers.upload.commit import Ending
 
 __all__ = ["Intake"]
 
-_MOST_RECORDS = 50_000  # held at once; the rest waits in the journal
+_AT_ONCE = 16  # records read before it is asked whether more may be held
 
 
 class Intake:
@@ -26,13 +26,13 @@ class Intake:
         self._closed: StepRef | None = None
 
     def read(self, journal: JournalReader, now: float) -> bool:
-        """Take in what is new; True when that was all the journal holds."""
-        room = _MOST_RECORDS - len(self.pending)
-        if room <= 0:
-            return False
-        pieces = [self._sound(piece) for piece in journal.read(room)]
-        self.pending.add(pieces, now)
-        return len(pieces) < room
+        """Take in what is new, up to what may be held; True when that was all the journal holds."""
+        while not self.pending.full:
+            pieces = [self._sound(piece) for piece in journal.read(_AT_ONCE)]
+            self.pending.add(pieces, now)
+            if len(pieces) < _AT_ONCE:
+                return True
+        return False
 
     def _sound(self, piece: Piece) -> Piece:
         try:

@@ -11,11 +11,12 @@ import asyncio
 import contextlib
 import re
 
-from smdist.coordination.rolling import LENGTHS
 from smdist.errors import StoreForbidden
-from smdist.manifest import RankManifest, span_key
-from smdist.storage.base import Store
-from smdist.workers.summary import Summary
+from smdist.format.manifest import RankManifest, RankSpan, span_key
+from smdist.format.manifest_spans import LENGTHS
+from smdist.format.stored_json import encode
+from smdist.storage.store import Store
+from smdist.workers.upload.summaries import Summary
 
 __all__ = ["Rolling", "take_back"]
 
@@ -59,11 +60,11 @@ class Rolling:
 async def take_back(store: Store, worker: str, attempt: int, count: int) -> None:
     """The store holds `count` manifests: no span may say more. Nothing to do, but for a power cut.
 
-    They are emptied, not removed: credentials may allow the one and not the other.
+    They say nothing then, but stay: credentials may allow to write and not to remove.
     """
     after = span_key(worker, attempt, max(count - LENGTHS[0], 0), 0)
     with contextlib.suppress(StoreForbidden):  # who may not list has to trust
         for key in await store.list(f"spans/{worker}/{attempt:06d}-", after=after):
             match = _UPTO.fullmatch(key)
             if match and int(match[1]) > count:
-                await store.put(key, (b"",))
+                await store.put(key, (encode(RankSpan(()), key),))

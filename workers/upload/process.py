@@ -1,7 +1,8 @@
 """Keeps an uploader running beside the training process.
 
-In the training process: `start()` once the spool exists; a thread then sleeps in the kernel until
-the uploader exits, and starts another one if that was no orderly exit. Training never waits for any of this.
+In the training process: `start()` once the spool exists; a thread then starts the uploader, sleeps in the
+kernel until it exits, and starts another one if that was no orderly exit. No exception that a signal handler
+raises comes to that thread, so no uploader is started twice or lost track of.
 The uploader lives in a session of its own and outlives the training process; nobody has to stop it.
 
 In a child that was forked from the training process a supervisor does nothing and knows nothing.
@@ -9,6 +10,7 @@ In a child that was forked from the training process a supervisor does nothing a
 
 from __future__ import annotations
 
+import _thread
 import json
 import os
 import signal
@@ -20,8 +22,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import smdist
-from smdist.workers.ledger import Ledger
-from smdist.workers.spool import Spool
+from smdist.workers.spool.ack_page import Ledger
+from smdist.workers.spool.spool import Spool
 
 __all__ = ["LEFT_BEHIND", "REFUSED", "Supervisor", "uploader_command"]
 
@@ -29,6 +31,7 @@ __all__ = ["LEFT_BEHIND", "REFUSED", "Supervisor", "uploader_command"]
 LEFT_BEHIND = 75  # the store stayed closed
 REFUSED = 76  # this rank has no part in the run that is there
 
+_START_S = 60.0
 _RAPID_S = 5.0
 _MOST_BACKOFF_S = 15.0
 
@@ -43,7 +46,7 @@ sys.path.extend(order["path"])
 spec = PathFinder.find_spec("smdist", order["home"])
 sys.modules["smdist"] = module_from_spec(spec)
 spec.loader.exec_module(sys.modules["smdist"])
-from smdist.workers.uploader import main
+from smdist.workers.upload.uploader import main
 sys.exit(main(order["spool"]))
 """
 
@@ -58,7 +61,7 @@ _ENVIRONMENT = {
 
 def uploader_command(spool: Spool, python: str) -> list[str]:
     """The command line that uploads from `spool`, with the modules of this very process."""
-    home = [os.path.dirname(os.path.abspath(place)) for place in smdist.__path__]
+    home = [os.path.dirname(_absolute(place)) for place in smdist.__path__]
     order = {"path": _module_path(sys.path), "home": home, "spool": os.path.abspath(spool.path)}
     return [python, "-I", "-S", "-c", _ENTRY, json.dumps(order)]
 
@@ -66,9 +69,17 @@ def uploader_command(spool: Spool, python: str) -> list[str]:
 def _module_path(entries: Sequence[object]) -> list[str]:
     """`entries` without those a job can put modules of any name in; these come last."""
     main = getattr(sys.modules.get("__main__"), "__file__", None)
-    last = {os.getcwd(), os.path.dirname(os.path.abspath(main)) if main else ""}
-    kept = dict.fromkeys(os.path.abspath(entry) for entry in entries if isinstance(entry, str))
-    return sorted(kept, key=lambda entry: entry in last)
+    last = {_absolute(""), os.path.dirname(_absolute(main)) if main else ""}
+    kept = dict.fromkeys(_absolute(entry) for entry in entries if isinstance(entry, str))
+    return sorted(filter(None, kept), key=lambda entry: entry in last)
+
+
+def _absolute(path: str) -> str:
+    """Empty if it is relative to a working directory that was removed."""
+    try:
+        return os.path.abspath(path)
+    except FileNotFoundError:
+        return ""
 
 
 class Supervisor:
@@ -87,37 +98,42 @@ class Supervisor:
         self._trouble = trouble
         self._most_rapid_deaths = most_rapid_deaths
         self._owner = os.getpid()
-        self._thread: threading.Thread | None = None
-        self._done = threading.Event()
+        self._started = self._over = False
+        self._first = threading.Lock()  # until the first uploader is started
+        self._first.acquire()
+        self._alone = threading.Lock()  # held by the thread for as long as it lives
         self._pid = 0
         self.restarts = 0
         self.refused = ""  # why this rank has no part in the run, if it has none
 
     def start(self) -> None:
-        """Returns once an uploader is started; trouble with that is reported, never raised."""
-        if self._thread is not None or not self._ours:
+        """Returns once an uploader is started; trouble with that is reported, never raised.
+
+        Can be repeated if it is interrupted.
+        """
+        if self._started or not self._ours:
             return
-        first = self._spawn()
-        self._thread = threading.Thread(
-            target=self._run, args=(first,), name="smdist-supervisor", daemon=True
-        )
-        self._thread.start()
+        _thread.start_new_thread(self._run, ())
+        self._started = True  # one that is started twice ends at once
+        self._first.acquire(timeout=_START_S)
 
     @property
     def running(self) -> bool:
         """An uploader is at work, or about to be."""
-        return self._ours and self._thread is not None and not self._done.is_set()
+        return self._ours and self._started and not self._over
 
     @property
     def pid(self) -> int:
         """The uploader's process, 0 when there is none right now."""
         return self._pid if self._ours else 0
 
-    def join(self, timeout_s: float | None = None) -> bool:
+    def join(self, timeout_s: float) -> bool:
         """Wait until the uploader has left for good. It does so after `End` and when told to give up."""
-        if not self._ours or self._thread is None:
+        if not self._ours or not self._started or self._over:
             return True
-        return self._done.wait(timeout_s)
+        if self._alone.acquire(timeout=timeout_s):
+            self._alone.release()
+        return self._over
 
     @property
     def _ours(self) -> bool:
@@ -125,17 +141,20 @@ class Supervisor:
 
     # -- the supervisor's thread ---------------------------------------------------------------
 
-    def _run(self, pid: int) -> None:
+    def _run(self) -> None:
+        if not self._alone.acquire(blocking=False):
+            return
         try:
-            self._keep(pid)
+            self._keep()
         except Exception as error:  # noqa: BLE001 - a thread of ours must not print a traceback into a job
             self._trouble(f"the uploader is no longer watched: {error!r}")
         finally:
-            self._pid = 0
-            self._done.set()
+            self._pid, self._over = 0, True
+            self._alone.release()
 
-    def _keep(self, pid: int) -> None:
-        rapid = 0
+    def _keep(self) -> None:
+        rapid, pid = 0, self._spawn()
+        self._first.release()
         while True:
             began, stored = time.monotonic(), self._acked()
             code = _wait(pid) if pid else None
@@ -195,6 +214,7 @@ class Supervisor:
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
                 close_fds=True,
+                cwd=None if _absolute("") else "/",  # this one, unless it was removed
                 env={**os.environ, **_ENVIRONMENT},
             )
         except (OSError, ValueError) as error:

@@ -2,8 +2,9 @@
 
 A spool outlives its job when the store stayed closed until the uploader gave up, or when uploader
 and training process were killed together. `find_spools` looks where hooks put them; `recover` sends
-one and removes it. It works on no spool that somebody else still works on: a hook that is not closed,
-or an uploader. A process that goes on after its hook was closed is not in the way.
+one and removes it. Both believe only what is this user's own (workers/spool/private_files.py). It works on no
+spool that somebody else still works on: a hook that is not closed, or an uploader. A process that
+goes on after its hook was closed is not in the way.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -19,16 +19,17 @@ from typing import NamedTuple
 import msgspec
 
 from smdist.errors import SpoolUnavailable
+from smdist.format.journal_records import End
+from smdist.format.manifest import RankState
 from smdist.identity import worker_name
-from smdist.manifest import RankState
-from smdist.record import End
-from smdist.workers.batch import Batch, captured_bytes
-from smdist.workers.journal import JournalReader
-from smdist.workers.launch import machine
-from smdist.workers.ledger import Ledger
-from smdist.workers.processes import alive
-from smdist.workers.spool import Spool, private_root, sweep_rehearsals
-from smdist.workers.uploader import Uploader
+from smdist.processes import alive
+from smdist.workers.join.launcher_identity import machine
+from smdist.workers.spool.ack_page import Ledger
+from smdist.workers.spool.journal import JournalReader
+from smdist.workers.spool.private_files import list_folders, private_root
+from smdist.workers.spool.spool import Spool
+from smdist.workers.upload.batch import Batch, captured_bytes
+from smdist.workers.upload.uploader import Uploader
 
 __all__ = ["Recovered", "TrainerAlive", "default_roots", "find_spools", "pending_bytes", "recover"]
 
@@ -51,17 +52,22 @@ class Recovered(NamedTuple):
 def default_roots(environ: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
     """Every place a hook may choose for its spool."""
     names = (environ.get("SMDIST_SPOOL_DIR"), "/dev/shm", environ.get("TMPDIR"), "/var/tmp", "/tmp")
-    return tuple(dict.fromkeys(Path(name).expanduser() for name in names if name))
+    found = (os.path.abspath(os.path.expanduser(name)) for name in names if name)
+    return tuple(dict.fromkeys(map(Path, found)))
 
 
-def find_spools(roots: Iterable[Path]) -> list[Path]:
-    """Spools of this user, in use or not, the oldest first: attempts of a run are numbered so."""
+def find_spools(
+    roots: Iterable[Path], refused: Callable[[str], None] = lambda _message: None
+) -> list[Path]:
+    """Spools of this user, in use or not, the oldest first: attempts of a run are numbered so.
+
+    `refused` is told of each folder that bears the name of one and may be somebody else's work.
+    """
     found = []
     for root in roots:
-        with contextlib.suppress(FileNotFoundError):  # the folder goes with its last spool
-            for path in private_root(root).glob("*/spool.json"):
-                with contextlib.suppress(FileNotFoundError):  # sent and removed meanwhile
-                    found.append((path.stat().st_mtime_ns, path.parent))
+        for path in list_folders(private_root(root), refused):
+            with contextlib.suppress(OSError):  # it is none, or it was sent and removed meanwhile
+                found.append(((path / "spool.json").lstat().st_mtime_ns, path))
     return [path for _, path in sorted(found)]
 
 
@@ -88,12 +94,9 @@ def recover(
     `force`: the training process is surely gone, though it ran where this cannot be seen, and the place
     is the right one, though the run is not there or has a later start of this rank in it. Raises
     SpoolBusy or TrainerAlive when it must not be touched, GaveUp when the store refuses, Refused when
-    it holds another run, SpoolUnavailable when it is no spool.
+    it holds another run, NotPrivate when others could have written it, SpoolUnavailable when it is no
+    spool.
     """
-    sweep_rehearsals(path.parent)
-    if is_remnant(path):
-        shutil.rmtree(path, ignore_errors=True)
-        return Recovered(path.name, "", "ended", "nothing was left in it", 0, 0)
     spool = Spool.open(path)
     options = msgspec.structs.replace(spool.info.upload, drain_deadline_s=give_up_s)
     spool.info = msgspec.structs.replace(spool.info, upload=options)
@@ -116,15 +119,6 @@ def recover(
         spool.remove()
     worker, out_dir = worker_name(spool.info.session.rank), spool.info.out_dir
     return Recovered(worker, out_dir, ending.state, ending.reason, steps, nbytes)
-
-
-def is_remnant(path: Path) -> bool:
-    """A folder whose content is in the store: its uploader was killed while it removed the spool.
-
-    A spool loses its journal before it loses what makes it a spool.
-    """
-    ours = path.parent == private_root(path.parent.parent)
-    return ours and path.is_dir() and {entry.name for entry in path.iterdir()} <= {"lock"}
 
 
 def _check_trainer(spool: Spool) -> None:

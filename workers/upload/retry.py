@@ -12,10 +12,10 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from smdist.errors import CaptureError, StoreForbidden, StoreFull
-from smdist.workers.ledger import Ledger
+from smdist.errors import CaptureError
+from smdist.workers.spool.ack_page import Ledger
 
 __all__ = ["Conflict", "GaveUp", "Patience", "readable_bytes"]
 
@@ -33,6 +33,12 @@ class Conflict(CaptureError):
     """The store holds something under our keys that is not ours; trying again changes nothing."""
 
 
+class _Failing(NamedTuple):
+    since: float  # by the wall clock
+    text: str
+    serious: bool  # the user is told of it
+
+
 class Patience:
     """Used on one event loop."""
 
@@ -40,8 +46,7 @@ class Patience:
         self, ledger: Ledger, say: Callable[[str], None], pending_bytes: Callable[[], int]
     ) -> None:
         self._ledger, self._say, self._pending_bytes = ledger, say, pending_bytes
-        self._failing: dict[object, float] = {}  # by operation: since when, by the wall clock
-        self._serious: set[object] = set()  # of these, what the user is told of
+        self._failing: dict[object, _Failing] = {}  # by operation; what fails longest is first
         self._said_at, self._times_said = 0.0, 0
         self._limit_s: float | None = None
         self._renewed = 0.0  # when something last went well, or the limit was set
@@ -110,11 +115,11 @@ class Patience:
     def failed(self, token: object, what: str, error: Exception, *, tell: bool = True) -> None:
         """Note that an operation, known by `token`, does not succeed; not `tell`: a courtesy."""
         self.failures += 1
-        self._failing.setdefault(token, time.time())
-        if tell:
-            self._serious.add(token)
-        clock = time.strftime("%H:%M:%S", time.localtime(min(self._failing.values())))
-        self._ledger.trouble = f"{what} fails since {clock}: {_text(error)}"
+        since = self._failing[token].since if token in self._failing else time.time()
+        clock = time.strftime("%H:%M:%S", time.localtime(since))
+        why = str(error) or type(error).__name__
+        self._failing[token] = _Failing(since, f"{what} fails since {clock}: {why}", tell)
+        self._show()
         now = time.monotonic()
         again_s = _REPEAT_S[min(self._times_said, len(_REPEAT_S)) - 1]
         if tell and (not self._times_said or now >= self._said_at + again_s):
@@ -126,20 +131,16 @@ class Patience:
     def succeeded(self, token: object) -> None:
         if self._failing.pop(token, None) is None:
             return
-        self._serious.discard(token)
-        if not self._failing:
-            self._ledger.trouble = ""
+        self._show()
         # A courtesy that failed may never be tried again.
-        if self._times_said and not self._serious:
+        if self._times_said and not any(failing.serious for failing in self._failing.values()):
             self._say("the store works again")
             self._times_said = 0
 
-
-def _text(error: Exception) -> str:
-    text = str(error) or type(error).__name__
-    if isinstance(error, (StoreFull, StoreForbidden)):  # these say what to do
-        return text
-    return f"{text}; check that the store can be reached"
+    def _show(self) -> None:
+        """In the ledger, what holds the drain up; a courtesy that fails holds nothing up."""
+        failing = sorted(self._failing.values(), key=lambda each: not each.serious)
+        self._ledger.trouble = failing[0].text if failing else ""
 
 
 def readable_bytes(nbytes: float) -> str:

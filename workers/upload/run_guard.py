@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 
-import msgspec
-
-from smdist.errors import ObjectExists, ObjectNotFound, StoreForbidden
+from smdist.errors import CorruptObject, ObjectExists, ObjectNotFound, StoreForbidden
+from smdist.format.manifest import RUN_KEY, Run, Session, session_key
+from smdist.format.stored_json import decode, encode
 from smdist.identity import worker_name
-from smdist.manifest import RUN_KEY, Run, Session, session_key
-from smdist.storage.base import Store
-from smdist.workers.patience import Conflict
+from smdist.storage.store import Store
+from smdist.workers.upload.retry import Conflict
 
 __all__ = ["Misplaced", "Place", "Refused"]
 
@@ -43,9 +42,9 @@ class Place:
         except StoreForbidden:  # who may write and not read has to trust
             return True
         if session is not None:
-            self._must_be(session, Session, "session", self._session.session)
+            self._must_be(session, self._session_key, Session, "session", self._session.session)
         elif run is not None:
-            self._must_be(run, Run, "run_id", self._run.run_id)
+            self._must_be(run, RUN_KEY, Run, "run_id", self._run.run_id)
         return run is not None and session is not None
 
     async def _read(self, key: str) -> bytes | None:
@@ -54,10 +53,12 @@ class Place:
         except ObjectNotFound:
             return None
 
-    def _must_be(self, data: bytes, kind: type[msgspec.Struct], field: str, own: str) -> None:
+    def _must_be(
+        self, data: bytes, key: str, kind: type[Run | Session], field: str, own: str
+    ) -> None:
         try:
-            found = getattr(msgspec.json.decode(data, type=kind), field)
-        except msgspec.DecodeError:
+            found = getattr(decode(data, kind, key), field)
+        except CorruptObject:
             found = "not readable"
         if found != own:
             raise Misplaced(
@@ -67,8 +68,9 @@ class Place:
 
     async def restore(self) -> None:
         with contextlib.suppress(ObjectExists):  # another rank was quicker, or another run
-            await self._store.put(RUN_KEY, (msgspec.json.encode(self._run),), if_absent=True)
-        await self._store.put(self._session_key, (msgspec.json.encode(self._session),))
+            await self._store.put(RUN_KEY, (encode(self._run, RUN_KEY),), if_absent=True)
+        key = self._session_key
+        await self._store.put(key, (encode(self._session, key),))
 
     def absent(self) -> Misplaced:
         return Misplaced(

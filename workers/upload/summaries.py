@@ -1,7 +1,7 @@
 """What a session's manifests say in fewer objects: spans while it runs, a summary after its end.
 
 `note` is told every manifest that this process has put. `span` puts the last of them together, as
-often as `smdist.coordination.rolling` says; `write`, once the last one is in the store, all of them.
+often as `smdist.format.manifest_spans` says; `write`, once the last one is in the store, all of them.
 What is kept in memory is bounded by what a span may hold: earlier ones, and those of earlier uploaders, are
 read back then, by spans. Nobody needs either, so nothing waits for them and nothing
 fails for them; what is too long for one object is left out.
@@ -15,16 +15,18 @@ from typing import NamedTuple
 
 import msgspec
 
-from smdist.coordination.rolling import LENGTHS, Span, cover, due
-from smdist.errors import ObjectNotFound
+from smdist.errors import CorruptObject, ObjectNotFound
+from smdist.format.inline_segment import settle
+from smdist.format.manifest import RankManifest, Session, manifest_key, span_key, summary_key
+from smdist.format.manifest_spans import LENGTHS, Span, cover, due
+from smdist.format.stored_json import encode, encode_parts, read
 from smdist.identity import worker_name
-from smdist.manifest import RankManifest, Session, manifest_key, span_key, summary_key
-from smdist.pipeline.attached import settle
-from smdist.storage.base import Store
+from smdist.storage.store import Buffer, Store
 
 __all__ = ["Made", "Summary"]
 
 _MOST_BYTES = 32 << 20
+_LEAST_MANIFEST = 128  # bytes of one that says nothing
 _MOST_SPAN_BYTES = 8 << 20
 _MOST_ATTACHED = 1 << 20  # numbers that come with it; beyond that they are read where they are
 _AT_ONCE = 16
@@ -108,15 +110,17 @@ class Summary:
             if sum(self._carrying[seq] for seq in carrying) > _MOST_ATTACHED:
                 self._settle(carrying)
             if sum(len(self._told[seq]) for seq in seqs) <= _MOST_SPAN_BYTES:
-                data = msgspec.json.encode({"manifests": self._raw(seqs)})
-                return Made(span_key(self._worker, self._session.attempt, *span), data)
+                key = span_key(self._worker, self._session.attempt, *span)
+                return Made(key, encode({"manifests": self._raw(seqs)}, key))
         return None
 
     # -- after its end ---------------------------------------------------------------------------
 
     async def write(self, store: Store, count: int) -> None:
         """`count`: how many manifests the session has."""
-        told = dict(self._told)
+        if count * _LEAST_MANIFEST > _MOST_BYTES:  # a resumed session says so, whoever wrote it
+            return
+        told: dict[int, Buffer] = dict(self._told)
         spans = [] if self._long else cover(seq for seq in range(count) if seq not in told)
         while spans and sum(map(len, told.values())) <= _MOST_BYTES:
             missing = await self._read_back(store, spans, told)
@@ -126,12 +130,14 @@ class Summary:
         carrying = {seq: nbytes for seq in told if (nbytes := _attached(told[seq]))}
         if max(self._attached, sum(carrying.values())) > _MOST_ATTACHED:
             told.update({seq: self._bare(seq, told[seq]) for seq in carrying})
-        manifests = [msgspec.Raw(told[seq]) for seq in range(count)]
-        data = msgspec.json.encode({"session": self._session, "manifests": manifests})
-        await store.put(summary_key(self._worker, self._session.attempt), (data,))
+        # In pieces: in one it would take as much memory again.
+        parts = [part for seq in range(count) for part in (b",", told[seq])][1:]
+        head = b'{"session":' + msgspec.json.encode(self._session) + b',"manifests":['
+        key = summary_key(self._worker, self._session.attempt)
+        await store.put(key, encode_parts((head, *parts, b"]"), key))
 
     async def _read_back(
-        self, store: Store, spans: Sequence[Span], told: dict[int, bytes]
+        self, store: Store, spans: Sequence[Span], told: dict[int, Buffer]
     ) -> list[Span]:
         """Those that are missing."""
         gate, few = asyncio.Semaphore(_AT_ONCE), asyncio.Semaphore(_SPANS_AT_ONCE)
@@ -148,24 +154,24 @@ class Summary:
                 task.cancel()
         return [span for span in spans if span.first not in told]
 
-    async def _read(self, store: Store, span: Span) -> dict[int, bytes]:
+    async def _read(self, store: Store, span: Span) -> dict[int, Buffer]:
         """By seq, as JSON. Of a span that is missing or strange nothing."""
         attempt = self._session.attempt
         if span.length == 1:
-            data = await store.get(manifest_key(self._worker, attempt, span.first))
-            msgspec.json.decode(data, type=RankManifest)
-            return {span.first: data}
+            manifest = await read(
+                store, manifest_key(self._worker, attempt, span.first), RankManifest
+            )
+            return {span.first: msgspec.json.encode(manifest)}
         try:
-            data = await store.get(span_key(self._worker, attempt, *span))
-            found = msgspec.json.decode(data, type=_Span).manifests
+            found = (await read(store, span_key(self._worker, attempt, *span), _Span)).manifests
             names = [msgspec.json.decode(raw, type=_Name) for raw in found]
-        except (ObjectNotFound, msgspec.DecodeError):
+        except (ObjectNotFound, CorruptObject, msgspec.DecodeError):
             return {}
         session = self._session
         wanted = [_Name(session.session, session.rank, attempt, seq) for seq in range(*span)]
         if names != wanted:
             return {}
-        return {seq: bytes(raw) for seq, raw in zip(range(*span), found, strict=True)}
+        return {seq: memoryview(raw) for seq, raw in zip(range(*span), found, strict=True)}
 
     async def exists(self, store: Store) -> bool:
         key = summary_key(self._worker, self._session.attempt)
@@ -191,11 +197,11 @@ class Summary:
             del self._carrying[seq]
             self._keep(seq, self._bare(seq, self._told[seq]))
 
-    def _bare(self, seq: int, data: bytes) -> bytes:
+    def _bare(self, seq: int, data: Buffer) -> bytes:
         manifest = msgspec.json.decode(data, type=RankManifest)
         key = manifest_key(self._worker, manifest.attempt, seq)
         return msgspec.json.encode(settle(key, manifest).manifest)
 
 
-def _attached(data: bytes) -> int:
+def _attached(data: Buffer) -> int:
     return len(msgspec.json.decode(data, type=_Carried).attached)

@@ -1,11 +1,11 @@
 """The uploader: one process beside each rank that carries what was captured into the store.
 
-    main(spool)         the process: lock, signals, exit code; started by workers/supervisor.py
+    main(spool)         the process: lock, signals, exit code; started by workers/upload/process.py
     Uploader.run()      on one event loop, from where the store says it stands to the last manifest
 
 It wakes when the doorbell rings, when a batch is old enough, when one has been committed, and when
 the training process dies. It ends after `End`, or after that death, once everything is stored; the
-last one of a run merges it then (workers/closing.py). Exit
+last one of a run merges it then (workers/upload/final_merge.py). Exit
 codes: 0 (the spool is gone then), LEFT_BEHIND (the store stayed closed), REFUSED (this rank has no
 part in the run that is there; the ledger says why), others are accidents.
 """
@@ -27,19 +27,21 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-import msgspec
-
 from smdist.errors import SmdistError
-from smdist.identity import worker_name
-from smdist.manifest import RankManifest, heartbeat_key
-from smdist.pipeline.batching import decide
-from smdist.record import End, Piece
+from smdist.format.journal_records import End, Piece
+from smdist.format.manifest import RankManifest, heartbeat_key
+from smdist.format.stored_json import encode
+from smdist.identity import printable, worker_name
+from smdist.processes import alive, stopped, watching
 from smdist.storage import open_store
-from smdist.storage.base import Store
-from smdist.workers.announce import Announcer
-from smdist.workers.batch import Arenas, Batch, captured_bytes, nothing, prepare, without
-from smdist.workers.closing import Rank, merge_if_last, not_merged
-from smdist.workers.commit import (
+from smdist.storage.store import Store
+from smdist.workers.spool.ack_page import Ledger
+from smdist.workers.spool.journal import JournalReader
+from smdist.workers.spool.private_files import open_file
+from smdist.workers.spool.spool import Doorbell, Spool
+from smdist.workers.upload.batch import Arenas, Batch, captured_bytes, nothing, prepare, without
+from smdist.workers.upload.batching import decide
+from smdist.workers.upload.commit import (
     Committer,
     Ending,
     HasParts,
@@ -48,17 +50,15 @@ from smdist.workers.commit import (
     resume_point,
     sweep_dangling,
 )
-from smdist.workers.entering import enter_run
-from smdist.workers.intake import Intake
-from smdist.workers.journal import JournalReader
-from smdist.workers.ledger import Ledger
-from smdist.workers.patience import GaveUp, Patience, readable_bytes
-from smdist.workers.place import Place, Refused
-from smdist.workers.processes import alive, stopped, watching
-from smdist.workers.rolling import Rolling
-from smdist.workers.spool import Doorbell, Spool
-from smdist.workers.summary import Summary
-from smdist.workers.supervisor import LEFT_BEHIND, REFUSED
+from smdist.workers.upload.entering import enter_run
+from smdist.workers.upload.final_merge import Rank, merge_if_last, not_merged
+from smdist.workers.upload.hint_sender import Announcer
+from smdist.workers.upload.intake import Intake
+from smdist.workers.upload.manifest_spans import Rolling
+from smdist.workers.upload.process import LEFT_BEHIND, REFUSED
+from smdist.workers.upload.retry import GaveUp, Patience, readable_bytes
+from smdist.workers.upload.run_guard import Place, Refused
+from smdist.workers.upload.summaries import Summary
 
 __all__ = ["Uploader", "main"]
 
@@ -286,7 +286,7 @@ class Uploader:
             if self._committer is not None or not await self._summary.exists(store):
                 await self._summary.write(store, count)
 
-        bearable = (SmdistError, OSError, ValueError, msgspec.MsgspecError, asyncio.TimeoutError)
+        bearable = (SmdistError, OSError, ValueError, asyncio.TimeoutError)
         with contextlib.suppress(*bearable):
             await asyncio.wait_for(write(), _SUMMARY_S)
 
@@ -364,9 +364,10 @@ class Uploader:
 
     async def _prepare(self, pieces: Sequence[Piece], seq: int) -> Batch:
         """A batch of all `pieces`, or of as many as come before one that makes no sense."""
-        session = self._info.session
+        run_id, session = self._info.run.run_id, self._info.session
+        whose = (run_id, session, seq, self._life)
         while True:
-            work = functools.partial(prepare, pieces, self._arenas, session, seq, self._life)
+            work = functools.partial(prepare, pieces, self._arenas, *whose)
             try:
                 return await self._patience.insist(
                     "reading the spool",
@@ -459,7 +460,7 @@ class Uploader:
     async def _put_heartbeat(self, store: Store, key: str) -> None:
         beat = self._intake.heartbeat(time.time(), self._pending_bytes())
         try:
-            await store.put(key, (msgspec.json.encode(beat),))
+            await store.put(key, (encode(beat, key),))
         except Exception as error:  # noqa: BLE001 - the next one comes soon
             self._patience.failed(key, "writing the heartbeat", error, tell=False)
         else:
@@ -478,7 +479,8 @@ def main(path: str) -> NoReturn:
         _say("uploader", str(error))
     except BaseException:  # noqa: BLE001 - the supervisor starts another one; leave it a trace
         with contextlib.suppress(OSError):
-            traceback.print_exc()
+            for line in traceback.format_exc().splitlines():
+                sys.stderr.write(f"{printable(line)}\n")
     with contextlib.suppress(OSError):
         sys.stderr.flush()
     os._exit(code)
@@ -538,7 +540,7 @@ def _detach(log: Path, worker: str, message: str) -> None:
     if message:
         _say(worker, message)
     try:
-        handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        handle = open_file(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     except OSError:
         handle = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
     for number in inherited:
@@ -556,5 +558,5 @@ def _is_pipe(number: int) -> bool:
 
 def _say(worker: str, message: str) -> None:
     with contextlib.suppress(OSError, ValueError):  # whoever read it may be gone
-        sys.stderr.write(f"smdist: {worker}: {message}\n")
+        sys.stderr.write(f"smdist: {worker}: {printable(message)}\n")
         sys.stderr.flush()

@@ -21,7 +21,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from smdist.storage.s3_settings import AWS, S3Location, check_endpoint, is_loopback
+from smdist.storage.s3.options import AWS, S3Location, check_endpoint, is_loopback
 
 __all__ = ["ClientSettings", "client_settings", "config_values", "ours", "share_models"]
 

@@ -10,8 +10,8 @@ import botocore.handlers
 from aiobotocore.config import AioConfig
 from aiobotocore.session import AioSession
 
-from smdist.storage.s3_session import ClientSettings, client_settings, config_values, share_models
-from smdist.storage.s3_settings import S3Location, S3Options
+from smdist.storage.s3.client import ClientSettings, client_settings, config_values, share_models
+from smdist.storage.s3.options import S3Location, S3Options
 
 __all__ = ["Lease", "make_lease", "other_lease"]
 

@@ -11,19 +11,25 @@ import contextlib
 import random
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from smdist.storage.s3_body import Body
-from smdist.storage.s3_errors import Fault, RequestFailed, classify
-from smdist.storage.s3_lease import Lease, make_lease, other_lease
-from smdist.storage.s3_session import ours
-from smdist.storage.s3_settings import S3Location, S3Options
+from smdist.storage.s3.client import ours
+from smdist.storage.s3.client_lease import Lease, make_lease, other_lease
+from smdist.storage.s3.errors import Fault, RequestFailed, check_receipt, classify
+from smdist.storage.s3.options import S3Location, S3Options
+from smdist.storage.s3.request_body import Body
 
-__all__ = ["Connection", "Counts"]
+__all__ = ["Admit", "Connection", "Counts"]
 
 _CHUNK = 256 << 10
+
+Admit = Callable[[int], None]
+
+
+def _any_size(_: int) -> None:
+    pass
 
 
 @dataclass
@@ -73,10 +79,12 @@ class Connection:
         body: Sequence[memoryview] = (),
         answer_bytes: int = 0,
         deadline_s: float | None = None,
+        admit: Admit | None = None,
     ) -> dict[str, Any]:
         """The answer of one operation, its body read (as bytes in "Body").
 
         `answer_bytes`: how large that will be at most, if it is known; it counts as under way.
+        `admit` is told the size of a whole object before it is read, or while, and may raise.
         """
         limit = self.options.deadline_s if deadline_s is None else deadline_s
         deadline, attempt, unsure = time.monotonic() + limit, 0, False
@@ -87,7 +95,7 @@ class Connection:
             try:
                 # Newer credentials may lie in the profile, which the SDK reads once.
                 lease = await self._client(lease if stale else None)
-                answer = await self._attempt(lease, method, params, body, answer_bytes)
+                answer = await self._attempt(lease, method, params, body, answer_bytes, admit)
             except Exception as error:
                 fault = classify(error)
                 if fault is None:
@@ -122,6 +130,7 @@ class Connection:
         params: dict[str, Any],
         views: Sequence[memoryview],
         answer_bytes: int,
+        admit: Admit | None,
     ) -> dict[str, Any]:
         body = Body(views)
         # In this order: who has bytes under way gets on, as `_send` may wait for some with a slot.
@@ -129,10 +138,11 @@ class Connection:
             self.counts.requests[method] += 1
             if len(body):
                 params = {**params, "Body": body}
-            work = self._send(lease.client, method, params, counted=answer_bytes > 0)
+            work = self._send(lease.client, method, params, answer_bytes > 0, admit)
             task = asyncio.ensure_future(work)
             try:
                 answer = await self._watch(task, body)
+                check_receipt(method, answer)
             finally:
                 body.close()
                 await _ended(task)
@@ -140,7 +150,12 @@ class Connection:
         return answer
 
     async def _send(
-        self, client: Any, method: str, params: dict[str, Any], *, counted: bool
+        self,
+        client: Any,
+        method: str,
+        params: dict[str, Any],
+        counted: bool,
+        admit: Admit | None,
     ) -> dict[str, Any]:
         """`counted`: what will be answered counts as under way already."""
         options, request = self.options, getattr(client, method)(**params)
@@ -153,15 +168,18 @@ class Connection:
                 answer = await asyncio.wait_for(request, limit)
         if (stream := answer.get("Body")) is not None:
             size = answer.get("ContentLength")
+            partial = "Range" in params and "ContentRange" in answer  # a server may ignore ranges
+            whole = _any_size if admit is None or partial else admit
             try:
+                whole(size or 0)
                 async with self._budget.taken(0 if counted else size or 0):
-                    answer["Body"] = data = await self._read(stream, size)
+                    answer["Body"] = data = await self._read(stream, size, whole)
             finally:
                 stream.close()
             self.counts.received_bytes += len(data)
         return answer
 
-    async def _read(self, stream: Any, size: int | None) -> bytes:
+    async def _read(self, stream: Any, size: int | None, admit: Admit) -> bytes:
         """A timeout of the socket does not end a body that comes byte by byte."""
         options, began = self.options, time.monotonic()
         if size is not None:
@@ -175,6 +193,7 @@ class Connection:
             if not chunk:
                 return bytes(data)
             data += chunk
+            admit(len(data))
 
     async def _watch(self, task: asyncio.Task[dict[str, Any]], body: Body) -> dict[str, Any]:
         """aiohttp has timeouts for connecting and for answers, none for a body that is not taken."""

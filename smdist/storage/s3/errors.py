@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -18,9 +19,9 @@ import botocore.exceptions as sdk
 from botocore.parsers import ResponseParserError
 
 from smdist.errors import ObjectNotFound, StoreError, StoreForbidden, StoreFull
-from smdist.storage.s3_settings import S3Location
+from smdist.storage.s3.options import S3Location
 
-__all__ = ["Fault", "Kind", "RequestFailed", "classify", "refusal"]
+__all__ = ["Fault", "Kind", "NoReceipt", "RequestFailed", "check_receipt", "classify", "refusal"]
 
 Kind = Literal[
     "missing",  # no such key
@@ -80,6 +81,13 @@ _STATUS: dict[int, Kind] = {
     501: "unsupported",
     503: "throttled",
     507: "full",
+}
+# What a server gives for something that it has stored: a proxy may answer 200 in its place.
+_RECEIPTS = {
+    "create_multipart_upload": "UploadId",
+    "put_object": "ETag",
+    "upload_part": "ETag",
+    "complete_multipart_upload": "ETag",
 }
 _SECRET_KEY = "check AWS_SECRET_ACCESS_KEY or the secret in the profile"
 _TOKEN = "the session token is wrong; set AWS_SESSION_TOKEN anew or unset it"
@@ -162,6 +170,17 @@ class Fault:
         return self.kind == "denied" and self.code in _REJECTED
 
 
+class NoReceipt(Exception):
+    """A write was answered well, but not as a server answers that has stored something."""
+
+
+def check_receipt(method: str, answer: Mapping[str, object]) -> None:
+    """Raises NoReceipt; `method` as the SDK names it."""
+    wanted = _RECEIPTS.get(method)
+    if wanted is not None and not answer.get(wanted):
+        raise NoReceipt(wanted)
+
+
 class RequestFailed(Exception):
     """Between the modules of this store. `unsure`: an earlier attempt may have had its effect."""
 
@@ -175,6 +194,8 @@ def classify(error: BaseException) -> Fault | None:
     name = type(error).__name__
     if isinstance(error, sdk.ClientError):
         return _answer(error.response, worded=not error.operation_name.startswith("Head"))
+    if isinstance(error, NoReceipt):
+        return Fault("transient", name, str(error))
     if isinstance(error, _CREDENTIALS):
         return Fault("denied", name)
     if isinstance(error, (sdk.CredentialRetrievalError, sdk.MetadataRetrievalError)):
@@ -252,13 +273,17 @@ def _text(location: S3Location, endpoint: str, operation: str, fault: Fault) -> 
         return f"{bucket}: {fault.code}: there is no room left; free some or raise the quota"
     if fault.kind == "unsupported":
         return f"{bucket}: {fault.code}: the server cannot do that"
+    if fault.code == "NoReceipt":
+        return (
+            f"{bucket} answers 200 without {fault.detail}: not stored; check endpoint and proxies"
+        )
     if fault.kind == "foreign" or fault.code == "ResponseParserError":
         return f"{bucket}: {fault.code}: no S3 service answers there; check the endpoint"
     if fault.kind == "throttled":
-        return f"{bucket}: {fault.code}: the server asks for fewer requests"
+        return f"{bucket}: {fault.code}: the server asks for fewer requests; raise its limit"
     if fault.kind == "transient":
         why = f" ({fault.detail})" if fault.detail else ""
-        return f"{bucket}: {fault.code}{why}: the server or the network failed"
+        return f"{bucket}: {fault.code}{why}: the server or the network failed; check both"
     return f"{bucket}: {fault.code}" + (f" ({fault.detail})" if fault.detail else "")
 
 

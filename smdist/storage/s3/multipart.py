@@ -13,9 +13,9 @@ import contextlib
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from smdist.storage.s3_body import split_views
-from smdist.storage.s3_connection import Connection
-from smdist.storage.s3_errors import RequestFailed
+from smdist.storage.s3.connection import Connection
+from smdist.storage.s3.errors import RequestFailed
+from smdist.storage.s3.request_body import split_views
 
 __all__ = ["part_size", "sweep", "upload"]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from urllib.parse import parse_qsl, quote, urlsplit
 
 from smdist.errors import ConfigurationError, UnknownKey
-from smdist.storage.shown import shown
+from smdist.storage.shown_url import shown
 
 __all__ = ["AWS", "S3Location", "S3Options", "check_endpoint", "is_loopback", "parse_s3_url"]
 

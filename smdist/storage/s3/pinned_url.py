@@ -6,8 +6,8 @@ import dataclasses
 
 import botocore.session
 
-from smdist.storage.s3_session import client_settings, share_models
-from smdist.storage.s3_settings import AWS, parse_s3_url
+from smdist.storage.s3.client import client_settings, share_models
+from smdist.storage.s3.options import AWS, parse_s3_url
 
 __all__ = ["pin"]
 

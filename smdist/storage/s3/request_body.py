@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
 
-from smdist.storage.base import Buffer
+from smdist.storage.store import Buffer
 
 __all__ = ["Body", "flat_views", "split_views"]
 

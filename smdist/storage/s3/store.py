@@ -17,16 +17,17 @@ import asyncio
 import uuid
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from smdist.errors import ObjectExists
-from smdist.storage.base import Buffer, check_key, check_range
-from smdist.storage.s3_body import flat_views
-from smdist.storage.s3_connection import Connection, Counts
-from smdist.storage.s3_errors import RequestFailed, refusal
-from smdist.storage.s3_multipart import sweep, upload
-from smdist.storage.s3_probe import probe
-from smdist.storage.s3_settings import S3Location, S3Options, parse_s3_url
+from smdist.storage.s3.connection import Admit, Connection, Counts
+from smdist.storage.s3.errors import RequestFailed, refusal
+from smdist.storage.s3.multipart import sweep, upload
+from smdist.storage.s3.options import S3Location, S3Options, parse_s3_url
+from smdist.storage.s3.request_body import flat_views
+from smdist.storage.s3.write_probe import probe
+from smdist.storage.store import Buffer, check_key, check_range, check_size
 
 __all__ = ["S3Options", "S3Statistics", "S3Store", "open_s3"]
 
@@ -99,7 +100,8 @@ class S3Store:
     async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         name = self._name(key)
         check_range(start, stop)
-        return await self._named(key, "get", self._get(name, start, stop))
+        admit = partial(check_size, self.url, key)
+        return await self._named(key, "get", self._get(name, start, stop, admit))
 
     async def list(self, prefix: str = "", *, after: str = "") -> Sequence[str]:
         return await self._named(prefix, "list", self._list(prefix, after))
@@ -190,7 +192,9 @@ class S3Store:
             raise
         return _lower(answer["Metadata"])
 
-    async def _get(self, name: str, start: int, stop: int | None) -> bytes:
+    async def _get(
+        self, name: str, start: int, stop: int | None, admit: Admit | None = None
+    ) -> bytes:
         empty = stop is not None and stop <= start
         params = {"Key": name}
         if empty:  # only whether it is there
@@ -199,7 +203,7 @@ class S3Store:
             params["Range"] = f"bytes={start}-{'' if stop is None else stop - 1}"
         try:
             expected = 0 if stop is None else max(stop - start, 0)
-            answer = await self._call("get_object", params, answer_bytes=expected)
+            answer = await self._call("get_object", params, answer_bytes=expected, admit=admit)
         except RequestFailed as failed:
             if failed.fault.kind == "range":
                 return b""
@@ -263,10 +267,11 @@ class S3Store:
         params: dict[str, Any],
         body: Sequence[memoryview] = (),
         answer_bytes: int = 0,
+        admit: Admit | None = None,
     ) -> dict[str, Any]:
         connection, place = await self._connect(), {"Bucket": self._location.bucket}
         return await connection.call(
-            method, {**place, **params}, body=body, answer_bytes=answer_bytes
+            method, {**place, **params}, body=body, answer_bytes=answer_bytes, admit=admit
         )
 
     async def _connect(self) -> Connection:

@@ -21,9 +21,16 @@ import botocore.session
 from botocore.config import Config
 
 from smdist.errors import StoreError, StoreForbidden
-from smdist.storage.s3_errors import Fault, RequestFailed, classify, refusal
-from smdist.storage.s3_session import client_settings, config_values, ours, share_models
-from smdist.storage.s3_settings import S3Location
+from smdist.storage.s3.client import client_settings, config_values, ours, share_models
+from smdist.storage.s3.errors import (
+    Fault,
+    NoReceipt,
+    RequestFailed,
+    check_receipt,
+    classify,
+    refusal,
+)
+from smdist.storage.s3.options import S3Location
 
 __all__ = ["probe"]
 
@@ -32,7 +39,7 @@ _FIRST_PAUSE_S, _MOST_PAUSE_S = 0.2, 2.0
 _SOON_S = 2.0  # what refuses connections is more likely a wrong address than one that comes back
 _RETRIEVAL = {"CredentialRetrievalError", "MetadataRetrievalError"}
 _CLEAR = {"NoSuchBucket", "SignatureDoesNotMatch", "InvalidAccessKeyId"}
-_SDK = (sdk.BotoCoreError, sdk.ClientError, OSError)
+_SDK = (sdk.BotoCoreError, sdk.ClientError, OSError, NoReceipt)
 
 
 def probe(location: S3Location, *, timeout_s: float = 14.0) -> None:
@@ -74,7 +81,7 @@ def _again(fault: Fault, waited_s: float, attempt: int, limit_s: float) -> bool:
 def _try(location: S3Location, patience_s: float) -> None:
     with _client(location, patience_s) as client:
         place = {"Bucket": location.bucket, "Key": location.name(_KEY)}
-        client.put_object(**place, Body=b"smdist\n")
+        check_receipt("put_object", client.put_object(**place, Body=b"smdist\n"))
         with contextlib.suppress(*_SDK):  # the right to write without that to delete is enough
             client.delete_object(**place)
 

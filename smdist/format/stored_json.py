@@ -1,0 +1,83 @@
+"""JSON objects of a run as bytes of its store, each with a checksum of its content and its key.
+
+    {"run_id":"...","created":1.0,"crc32c":"1a2b3c4d"}
+
+The last member is the CRC32C of the object's key followed by all bytes before `,"crc32c"`. So damage is
+noticed, and an object that was copied or renamed to another key is, too. `decode` turns whatever is
+wrong with the bytes into CorruptObject, which names the object.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+import google_crc32c
+import msgspec
+
+from smdist.checking import check
+from smdist.errors import CorruptObject
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from smdist.storage.store import Buffer, Store
+
+__all__ = ["decode", "encode", "encode_parts", "parse", "read"]
+
+T = TypeVar("T")
+
+_TAIL = b',"crc32c":"%s"}'
+_TAIL_BYTES = len(_TAIL % bytes(8))
+_MOST_BYTES = 256 << 20  # far beyond what is written
+
+
+def encode(value: object, key: str) -> bytes:
+    """`value`, an object with at least one member, as it is stored under `key`."""
+    body = msgspec.json.encode(value)[:-1]
+    return body + _TAIL % _checksum(key, body)
+
+
+def encode_parts(parts: Sequence[Buffer], key: str) -> tuple[Buffer, ...]:
+    """Add the checksum to an object that is there in pieces, all but its closing brace."""
+    return (*parts, _TAIL % _checksum(key, *parts))
+
+
+def decode(data: bytes, kind: type[T], key: str, url: str = "") -> T:
+    """What was stored under `key`; CorruptObject when these bytes are not that."""
+    body = data[:-_TAIL_BYTES]
+    if not body or data[-_TAIL_BYTES:] != _TAIL % _checksum(key, body):
+        what = (
+            "the checksum does not fit: it is damaged, or of another key" if data else "it is empty"
+        )
+        raise CorruptObject(url, key, "read", what)
+    return parse(data, kind, key, url)
+
+
+def parse(data: bytes | memoryview, kind: type[T], key: str, url: str = "") -> T:
+    """JSON of which something else tells that it is whole.
+
+    The types of its fields say what they may be (`smdist.limits`). A kind with a method `check` is
+    asked, too.
+    """
+    if len(data) > _MOST_BYTES:
+        raise CorruptObject(url, key, "read", f"{len(data)} bytes are too many")
+    try:
+        value = msgspec.json.decode(data, type=kind)
+        check(kind, value)
+        if (own := getattr(value, "check", None)) is not None:
+            own()
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise CorruptObject(url, key, "read", f"not what belongs there: {error}") from error
+    return value
+
+
+async def read(store: Store, key: str, kind: type[T]) -> T:
+    """ObjectNotFound; CorruptObject."""
+    return decode(await store.get(key), kind, key, store.url)
+
+
+def _checksum(key: str, *parts: Buffer) -> bytes:
+    value = google_crc32c.value(key.encode(errors="surrogatepass"))
+    for part in parts:
+        value = google_crc32c.extend(value, bytes(part))
+    return b"%08x" % value

@@ -1,0 +1,115 @@
+"""Open files and folders below a root, through no symbolic link.
+
+A run may have been written by anybody: a link in it may lead to any file of who reads it, or make a
+writer replace one. So each folder is opened within the one before. The root itself may be a link.
+What is no regular file is refused too, without waiting for it. All raise OSError, or CorruptObject.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from smdist.errors import CorruptObject
+
+__all__ = ["Beneath", "Named"]
+
+_IN_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+_TO_LIST = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+# Without O_NONBLOCK the open of a named pipe waits for somebody to write to it.
+_TO_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+
+_LINK = "it is a symbolic link, which may lead out of the run; put what it leads to there instead"
+_NO_FILE = "it is a pipe, a socket or a device; smdist did not write it"
+
+
+class Named(NamedTuple):
+    """`linked`: it is a symbolic link to a folder, and so no `folder`."""
+
+    name: str
+    folder: bool
+    linked: bool
+
+
+class Beneath:
+    def __init__(self, root: str) -> None:
+        self._root = root
+
+    @contextlib.contextmanager
+    def folder(self, folder: str, *, create: bool = False) -> Iterator[int]:
+        """A descriptor to be used as `dir_fd`; "" is the root."""
+        descriptor = self._open_root(create)
+        try:
+            for name in folder.split("/") if folder else ():
+                inside = self._enter(name, descriptor, folder, create)
+                os.close(descriptor)
+                descriptor = inside
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _open_root(self, create: bool) -> int:
+        try:
+            return os.open(self._root, _IN_FOLDER)
+        except FileNotFoundError:
+            if not create:
+                raise
+            os.makedirs(self._root, exist_ok=True)
+            return os.open(self._root, _IN_FOLDER)
+
+    def _enter(self, name: str, parent: int, folder: str, create: bool) -> int:
+        try:
+            return os.open(name, _IN_FOLDER | os.O_NOFOLLOW, dir_fd=parent)
+        except FileNotFoundError:
+            if not create:
+                raise
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, dir_fd=parent)
+            return self._enter(name, parent, folder, False)
+        except NotADirectoryError:
+            if stat.S_ISLNK(os.lstat(name, dir_fd=parent).st_mode):
+                raise self.is_link(folder) from None
+            raise
+
+    def is_link(self, key: str) -> CorruptObject:
+        return CorruptObject(self._root, key, "open", _LINK)
+
+    @contextlib.contextmanager
+    def file(self, key: str) -> Iterator[int]:
+        """A descriptor to read from."""
+        folder, _, name = key.rpartition("/")
+        with self.folder(folder) as parent:
+            try:
+                descriptor = os.open(name, _TO_READ, dir_fd=parent)
+            except OSError as error:
+                if error.errno == errno.ELOOP:
+                    raise self.is_link(key) from None
+                if error.errno == errno.ENXIO:
+                    raise CorruptObject(self._root, key, "open", _NO_FILE) from None
+                raise
+        try:
+            mode = os.fstat(descriptor).st_mode
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # to read a folder raises
+                raise CorruptObject(self._root, key, "open", _NO_FILE)
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def names(self, folder: str) -> list[Named]:
+        """What is in it."""
+        with self.folder(folder) as parent:
+            descriptor = os.open(".", _TO_LIST, dir_fd=parent)
+        try:
+            with os.scandir(descriptor) as found:
+                return [_named(entry) for entry in found]
+        finally:
+            os.close(descriptor)
+
+
+def _named(entry: os.DirEntry[str]) -> Named:
+    linked = entry.is_symlink()
+    return Named(entry.name, entry.is_dir(follow_symlinks=False), linked and entry.is_dir())

@@ -210,7 +210,7 @@ def memory(options: Options) -> list[Row]:
     for _ in range(WARM_UP):
         job.step()
     before = status_bytes()
-    from smdist.workers.spool.ack_page import Ledger
+    from smdist.workers.spool.ack_page import AckPage
 
     # In memory, so that the buffer is told apart from everything else that is mapped.
     with _folder(options) as folder, _folder(options._replace(out="/dev/shm")) as spools:
@@ -219,8 +219,8 @@ def memory(options: Options) -> list[Row]:
         seen = []
         for _ in range(WARM_UP + options.steps):
             job.step()
-            if places := [*spools.rglob("ledger")]:
-                pid = Ledger(places[0]).uploader_pid
+            if places := [*spools.rglob("ack_page")]:
+                pid = AckPage(places[0]).uploader_pid
                 seen += [status_bytes(pid)] if pid else []
         after, usage = status_bytes(), hook.usage()
         hook.close()

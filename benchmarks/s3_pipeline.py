@@ -18,7 +18,7 @@ from smdist import kernel
 from smdist.format.journal_records import Close, Declare, End, Flush, Part, Record, TensorSpec
 from smdist.format.manifest import Run, Session
 from smdist.processes import start_ticks
-from smdist.workers.spool.ack_page import Ledger
+from smdist.workers.spool.ack_page import AckPage
 from smdist.workers.spool.journal import JournalFileFull, JournalWriter
 from smdist.workers.spool.spool import Doorbell, Spool, SpoolInfo, UploadOptions
 from smdist.workers.upload.uploader import Uploader
@@ -64,7 +64,7 @@ class _Rank:
     def __init__(self, spool: Spool, data: bytes, slots: int) -> None:
         self._size, self._slots, self._step = len(data), slots, 0
         self._journal, self._doorbell = JournalWriter(spool), Doorbell(spool)
-        self._ledger = Ledger(spool.path / "ledger")
+        self._ack_page = AckPage(spool.path / "ack_page")
         with (spool.path / "arena-0").open("wb+") as handle:
             os.posix_fallocate(handle.fileno(), 0, len(data) * slots)
             self._arena = mmap.mmap(handle.fileno(), len(data) * slots)
@@ -97,7 +97,7 @@ class _Rank:
             self._step += 1
         last = self._append(Flush())
         self._doorbell.ring()
-        while self._ledger.acked < last:  # nothing waits for a Flush
+        while self._ack_page.acked < last:  # nothing waits for a Flush
             self._stored.clear()
             await self._stored.wait()
         return time.perf_counter() - wall, time.process_time() - cpu
@@ -109,5 +109,5 @@ class _Rank:
     def close(self) -> None:
         self._journal.close()
         self._doorbell.close()
-        self._ledger.close()
+        self._ack_page.close()
         self._arena.close()

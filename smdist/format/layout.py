@@ -36,7 +36,7 @@ from smdist.limits import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Layout", "TensorEntry", "Wish", "arrange"]
+__all__ = ["Layout", "PlacementRequest", "TensorEntry", "arrange"]
 
 _DIGEST_BYTES = 12
 
@@ -134,7 +134,7 @@ def _digest(data: Buffer) -> str:
     return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).hexdigest()
 
 
-class Wish(msgspec.Struct, frozen=True):
+class PlacementRequest(msgspec.Struct, frozen=True):
     """A tensor that wants a place in a block: what `arrange` needs to know."""
 
     name: str
@@ -148,7 +148,7 @@ class Wish(msgspec.Struct, frozen=True):
     unmeasured: tuple[str, ...] = ()
 
 
-def arrange(wishes: Sequence[Wish], columns: tuple[str, ...]) -> Layout:
+def arrange(wishes: Sequence[PlacementRequest], columns: tuple[str, ...]) -> Layout:
     """Give every wish its place. Pure: equal wishes in equal order give an equal layout."""
     rows = sum(wish.reduced for wish in wishes)
     columns = columns if rows else ()
@@ -173,7 +173,7 @@ def arrange(wishes: Sequence[Wish], columns: tuple[str, ...]) -> Layout:
 
 
 def _places(
-    wishes: Sequence[Wish], raw: Sequence[int], statistics: int
+    wishes: Sequence[PlacementRequest], raw: Sequence[int], statistics: int
 ) -> tuple[dict[int, int], int, int]:
     """Offsets of the raw tensors, offset of the checksums, size of the block."""
     if not raw and not statistics:

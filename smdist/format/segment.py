@@ -22,7 +22,7 @@ import numpy as np
 
 from smdist.format.block import STATISTICS, checksum, identity, label
 from smdist.format.dtypes import HeaderEntry, header_bytes, itemsize, portable_form
-from smdist.format.layout import Layout, Wish, arrange
+from smdist.format.layout import Layout, PlacementRequest, arrange
 from smdist.format.manifest import FORMAT, Session, StepEntry
 from smdist.identity import worker_name
 
@@ -140,10 +140,10 @@ def _layout(block: Block) -> Layout:
     return arrange(wishes, columns)
 
 
-def _wish(spec: TensorSpec, unmeasured: tuple[str, ...]) -> Wish:
+def _wish(spec: TensorSpec, unmeasured: tuple[str, ...]) -> PlacementRequest:
     # Placed by the element size that the header shows, as readers align by that.
     shown, _ = portable_form(spec.dtype, spec.shape, spec.nbytes)
-    return Wish(
+    return PlacementRequest(
         name=spec.name,
         dtype=spec.dtype,
         itemsize=itemsize(shown),

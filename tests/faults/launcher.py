@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from smdist.processes import alive
-from smdist.workers.spool.ack_page import Ledger
+from smdist.workers.spool.ack_page import AckPage
 from smdist.workers.spool.private_files import private_root
 from smdist.workers.upload.recover import find_spools
 from tests.faults.job import Exited, Order
@@ -205,17 +205,17 @@ def ended(root: Path) -> None:
 
 
 @contextlib.contextmanager
-def ledger_of(spool: Path) -> Iterator[Ledger]:
-    ledger = Ledger(spool / "ledger")
+def ack_page_of(spool: Path) -> Iterator[AckPage]:
+    ack_page = AckPage(spool / "ack_page")
     try:
-        yield ledger
+        yield ack_page
     finally:
-        ledger.close()
+        ack_page.close()
 
 
 def uploader_of(spool: Path) -> int:
     """Its process number, 0 while there is none."""
-    with contextlib.suppress(OSError), ledger_of(spool) as ledger:
-        if ledger.uploader_pid and alive(ledger.uploader_pid):
-            return ledger.uploader_pid
+    with contextlib.suppress(OSError), ack_page_of(spool) as ack_page:
+        if ack_page.uploader_pid and alive(ack_page.uploader_pid):
+            return ack_page.uploader_pid
     return 0

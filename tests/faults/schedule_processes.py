@@ -33,8 +33,8 @@ from smdist.storage import open_store
 from smdist.storage.s3 import store as s3
 from smdist.workers.capture import capture as capturing
 from smdist.workers.capture.capture import Capture, CaptureLimits
-from smdist.workers.capture.part_plan import PartPlan, Wanted, plan_part
-from smdist.workers.capture.tensor_access import NumpyHost
+from smdist.workers.capture.part_plan import CaptureRequest, PartPlan, plan_part
+from smdist.workers.capture.tensor_access import NumpyAccess
 from smdist.workers.join.launcher_identity import machine
 from smdist.workers.spool.journal import JournalWriter
 from smdist.workers.spool.spool import Spool, SpoolInfo
@@ -129,7 +129,7 @@ def rank(order: Order) -> NoReturn:
     evidence = Evidence(folder / "evidence")
     evidence.mark(f"spool {spool.path}")
     limits = CaptureLimits(plan.buffer_bytes)
-    capture = Capture(spool, NumpyHost(), limits, lambda text: evidence.mark(f"said {text}"))
+    capture = Capture(spool, NumpyAccess(), limits, lambda text: evidence.mark(f"said {text}"))
     _save(plan, capture, evidence, folder)
     if plan.ends != "exit":
         evidence.mark("ending")
@@ -173,7 +173,7 @@ def _part(plan: Plan, kind: int) -> PartPlan:
         reductions = frozenset(("min", "max", "mean") if saved.reduced else ())
         like = value(plan, 0, kind, i)
         wish = TensorPlan(raw=saved.raw, reductions=reductions, collections=("default",))
-        wanted.append(Wanted(plan.name(kind, i), "F32", like.shape, like.nbytes, wish))
+        wanted.append(CaptureRequest(plan.name(kind, i), "F32", like.shape, like.nbytes, wish))
     return plan_part(wanted)
 
 
@@ -237,7 +237,7 @@ def _warm() -> None:
     """All that is loaded late is loaded: by the first client, request, error and statistics."""
     os.environ.update(AWS_ACCESS_KEY_ID="warm", AWS_SECRET_ACCESS_KEY="warm")
     measured = TensorPlan(raw=True, reductions=frozenset({"mean"}), collections=())
-    plan_part([Wanted("x", "F32", (2,), 8, measured)])
+    plan_part([CaptureRequest("x", "F32", (2,), 8, measured)])
 
     async def ask() -> None:
         store = open_store("s3://warm/x?endpoint_url=http://127.0.0.1:9", deadline_s=0.0)

@@ -25,9 +25,9 @@ from tests.faults.audit import assert_in_run, audit, unexplained
 from tests.faults.launcher import (
     REPOSITORY,
     Launcher,
+    ack_page_of,
     drained,
     ended,
-    ledger_of,
     spools,
     until,
 )
@@ -49,8 +49,8 @@ def tree(folder: Path) -> dict[str, int]:
 
 def trouble_of(root: Path) -> str:
     for spool in spools(root):
-        with ledger_of(spool) as ledger:
-            return ledger.trouble
+        with ack_page_of(spool) as ack_page:
+            return ack_page.last_error
     return ""
 
 

@@ -195,16 +195,16 @@ def move_behind_a_link(root: Path) -> None:
 ATTACKS: dict[str, Callable[[Scene], Attack]] = {
     **{
         f"linked {name}": lambda scene, name=name: linked(scene, name, scene.secret)  # type: ignore[misc]
-        for name in ("arena-0", "journal-000000", "ledger", "lock", "doorbell", "spool.json")
+        for name in ("arena-0", "journal-000000", "ack_page", "lock", "doorbell", "spool.json")
     },
     "linked to nowhere": lambda scene: linked(scene, "uploader.log", scene.secret.with_name("no")),
     "linked spool": linked_spool,
     "hard linked arena": lambda scene: hard_linked(scene, "arena-0"),
-    "hard linked ledger": lambda scene: hard_linked(scene, "ledger"),
+    "hard linked ack_page": lambda scene: hard_linked(scene, "ack_page"),
     **{
         f"{make.__name__} {name}": lambda scene, name=name, make=make: strange(scene, name, make)  # type: ignore[misc]
         for make in (os.mkfifo, os.mkdir)
-        for name in ("arena-0", "journal-000000", "ledger", "lock", "spool.json")
+        for name in ("arena-0", "journal-000000", "ack_page", "lock", "spool.json")
     },
     "group may write": lambda scene: opened_up(scene, "", 0o770),
     "others may write": lambda scene: opened_up(scene, "", 0o702),
@@ -344,18 +344,18 @@ def test_an_uploader_sends_nothing_from_such_a_spool(scene: Scene) -> None:
 
 def test_what_another_user_left_is_neither_an_elder_nor_swept(scene: Scene) -> None:
     root = scene.root()
-    elder, leftover, mine = (scene.spool(name) for name in ("elder", "leftover", "mine"))
+    earlier, leftover, mine = (scene.spool(name) for name in ("earlier", "leftover", "mine"))
     entry = Entry(0.0, False, "none", None)
-    for started, spool in enumerate((elder, mine)):
+    for started, spool in enumerate((earlier, mine)):
         session = msgspec.structs.replace(spool.info.session, started=float(started))
         info = msgspec.structs.replace(spool.info, session=session, entry=entry)
         (spool.path / "spool.json").write_bytes(msgspec.json.encode(info))
     (leftover.path / "spool.json").unlink()
     mine = Spool.open(mine.path)
-    assert [spool.path for spool in mine.elders()] == [elder.path]
-    give_away(elder.path)
+    assert [spool.path for spool in mine.earlier_spools()] == [earlier.path]
+    give_away(earlier.path)
     give_away(leftover.path)
-    assert mine.elders() == []
+    assert mine.earlier_spools() == []
     assert find_spools([root]) == [mine.path]
     scene.spool("next")  # sweeps
     assert (leftover.path / "journal-000000").exists()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +26,9 @@ from smdist.identity import ModeKeys, StepRef
 from smdist.planning import TensorPlan
 from smdist.workers.capture import capture as capture_module
 from smdist.workers.capture.capture import Capture, CaptureLimits
-from smdist.workers.capture.part_plan import PartPlan, Wanted, plan_part
-from smdist.workers.capture.tensor_access import NumpyHost
-from smdist.workers.spool.ack_page import Ledger
+from smdist.workers.capture.part_plan import CaptureRequest, PartPlan, plan_part
+from smdist.workers.capture.tensor_access import NumpyAccess
+from smdist.workers.spool.ack_page import AckPage
 from smdist.workers.spool.journal import JournalReader, JournalWriter
 from smdist.workers.spool.spool import Spool, SpoolInfo, UploadOptions
 from smdist.workers.upload.batch import Arenas
@@ -47,7 +48,7 @@ def content(step: int, name: str) -> Array:
 def plan_of(*names: str) -> PartPlan:
     return plan_part(
         [
-            Wanted(name, dtype_code(np.dtype("i8")), (SIZES[name],), SIZES[name] * 8, RAW)
+            CaptureRequest(name, dtype_code(np.dtype("i8")), (SIZES[name],), SIZES[name] * 8, RAW)
             for name in names
         ]
     )
@@ -70,8 +71,9 @@ class Rig:
         self.spool = Spool.create(info, root, root / "disk")
         self.said: list[str] = []
         settings = CaptureLimits(**{"buffer_bytes": 2 << 20, **limits})  # type: ignore[arg-type]
-        self.capture: Capture[Array] = Capture(self.spool, NumpyHost(), settings, self.said.append)  # type: ignore[arg-type]
-        self.ledger = Ledger(self.spool.path / "ledger")
+        access: Any = NumpyAccess()
+        self.capture: Capture[Array] = Capture(self.spool, access, settings, self.said.append)
+        self.ack_page = AckPage(self.spool.path / "ack_page")
         self.reader, self.arenas = JournalReader(self.spool), Arenas(self.spool)
         self.ordinal = self.checked = 0
         self.found: dict[int, set[str]] = defaultdict(set)
@@ -120,7 +122,7 @@ class Rig:
                 self.closed.add(record.step)
             elif isinstance(record, Drop):
                 self.dropped[record.step].add(record.reason)
-        self.ledger.acked = self.ordinal
+        self.ack_page.acked = self.ordinal
         self.reader.drop_before(self.ordinal)
 
     def steps(self, count: int) -> None:
@@ -166,7 +168,7 @@ class Rig:
         self.capture.close()
         self.reader.close()
         self.arenas.close()
-        self.ledger.close()
+        self.ack_page.close()
 
 
 @pytest.fixture
@@ -304,7 +306,7 @@ def test_a_handler_that_saves_within_a_save_is_refused_and_told(
 
     def interrupted(*arguments: object) -> int:
         if not inner:
-            inner.append(rig.capture.interrupted)
+            inner.append(rig.capture.is_reentrant_call)
             inner.append(rig.capture.save(plan, tensors))
             inner.append(rig.capture.begin(StepRef(ModeKeys.TRAIN, 9, 9)))
         return copy(*arguments)  # type: ignore[arg-type]
@@ -312,7 +314,7 @@ def test_a_handler_that_saves_within_a_save_is_refused_and_told(
     monkeypatch.setattr(kernel, "copy", interrupted)
     rig.steps(1)
     assert inner == [True, False, False]
-    assert not rig.capture.interrupted
+    assert not rig.capture.is_reentrant_call
     rig.capture.end()
     rig.store()
     assert rig.found[1] == set(SIZES)

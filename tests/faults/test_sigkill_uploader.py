@@ -23,8 +23,8 @@ from tests.faults.launcher import (
     REPOSITORY,
     Launcher,
     Started,
+    ack_page_of,
     drained,
-    ledger_of,
     spools,
     until,
     uploader_of,
@@ -119,11 +119,11 @@ def test_killed_uploaders(launcher: Launcher, place: Place, tmp_path: Path, time
     while min(kills) < times:
         which = chance.randrange(2)
         spool, started = folders[which], ranks[which]
-        with ledger_of(spool) as ledger:
-            if ledger.acked > acked[which]:
-                acked[which], rows[which] = ledger.acked, 0
+        with ack_page_of(spool) as ack_page:
+            if ack_page.acked > acked[which]:
+                acked[which], rows[which] = ack_page.acked, 0
             if rows[which] >= MOST_IN_A_ROW:
-                until(lambda: ledger.acked > acked[which], "progress")  # noqa: B023
+                until(lambda: ack_page.acked > acked[which], "progress")  # noqa: B023
                 continue
         until(lambda: uploaders(spool), "another uploader", about=lambda: started)  # noqa: B023
         if chance.random() < 0.8:  # else while it starts

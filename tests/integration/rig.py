@@ -3,7 +3,7 @@
 Run as a program, this module is the rank: it makes a spool, starts an uploader through the
 supervisor, and writes steps whose content follows from their number. For each record that is safe
 it prints a line, so a test knows what must arrive however the process ends. Arena slots are used
-again as soon as the ledger says so: an uploader that reads too late stores wrong bytes.
+again as soon as the acknowledgement page says so: an uploader that reads too late stores wrong bytes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from smdist.format.manifest import (
 from smdist.format.stored_json import encode
 from smdist.processes import start_ticks
 from smdist.workers.join.launcher_identity import machine
-from smdist.workers.spool.ack_page import Ledger
+from smdist.workers.spool.ack_page import AckPage
 from smdist.workers.spool.journal import JournalFileFull, JournalWriter
 from smdist.workers.spool.spool import Doorbell, Spool, SpoolInfo, UploadOptions
 from smdist.workers.upload.process import Supervisor
@@ -115,7 +115,7 @@ class Rank:
     def __init__(self, spool: Spool, job: Job) -> None:
         self.spool, self.job = spool, job
         self.journal = JournalWriter(spool, file_bytes=job.journal_bytes)
-        self.ledger = Ledger(spool.path / "ledger")
+        self.ack_page = AckPage(spool.path / "ack_page")
         self.doorbell = Doorbell(spool)
         self.slot_bytes = 4 * job.elements
         where = spool.path if job.arena == 0 else spool.make_overflow()
@@ -150,7 +150,7 @@ class Rank:
         asked = False
         while True:
             for index in range(self.job.slots):
-                if self.busy.get(index, -1) < self.ledger.acked:
+                if self.busy.get(index, -1) < self.ack_page.acked:
                     return index
             if not asked:
                 self.append(Flush())
@@ -179,7 +179,7 @@ class Rank:
 
     def close(self) -> None:
         self.journal.close()
-        self.ledger.close()
+        self.ack_page.close()
         self.doorbell.close()
         self.arena.close()
 
@@ -290,8 +290,8 @@ class Process:
         return self.stderr_path.read_text()
 
     def uploader_pid(self) -> int:
-        with open_ledger(self.spool) as ledger:
-            return ledger.uploader_pid if ledger is not None else 0
+        with open_ack_page(self.spool) as ack_page:
+            return ack_page.uploader_pid if ack_page is not None else 0
 
     def close(self) -> None:
         self.popen.kill()
@@ -312,15 +312,15 @@ def rank_process(job: Job, folder: Path) -> Iterator[Process]:
 
 
 @contextmanager
-def open_ledger(spool: Path) -> Iterator[Ledger | None]:
-    if not (spool / "ledger").exists():
+def open_ack_page(spool: Path) -> Iterator[AckPage | None]:
+    if not (spool / "ack_page").exists():
         yield None
         return
-    ledger = Ledger(spool / "ledger")
+    ack_page = AckPage(spool / "ack_page")
     try:
-        yield ledger
+        yield ack_page
     finally:
-        ledger.close()
+        ack_page.close()
 
 
 def until(condition: Callable[[], object], what: str, timeout_s: float = 60.0) -> None:

@@ -66,7 +66,7 @@ def train(model: nn.Module, steps: int) -> None:
 def trouble(hook: smd.Hook) -> str:
     capture = hook._outlet.capture
     assert capture is not None
-    return capture._ledger.trouble
+    return capture._ack_page.last_error
 
 
 def stored(hook: smd.Hook) -> int:

@@ -186,7 +186,7 @@ def test_a_store_that_refuses_is_told_once_and_waited_for(
     assert 0 < _usage(hook).stored_bytes <= _usage(hook).captured_bytes, "counted alike"
     proxy.inject(Answer(403, "AccessDenied"), method="PUT")
     train(model, 5)
-    until(lambda: hook._outlet.capture._ledger.trouble, "the uploader's trouble")  # type: ignore[union-attr]
+    until(lambda: hook._outlet.capture._ack_page.last_error, "the uploader's trouble")  # type: ignore[union-attr]
     with pytest.raises(DrainTimeout) as caught:
         hook.close(timeout=5)
     (spool,) = tmp_path.glob("smdist-*/*/spool.json")

@@ -17,7 +17,7 @@ from tests.faults.proxy import Answer, FaultProxy, HalfOpen, proxied
 from tests.integration.rig import (
     Job,
     assert_exactly_once,
-    open_ledger,
+    open_ack_page,
     rank_process,
     read_store,
     until,
@@ -129,9 +129,9 @@ def test_what_is_on_its_way_is_bounded(
     with rank_process(job, tmp_path) as rank:
         rank.next("ended")  # all is captured: nobody waits for the network
         until(lambda: rule.hits >= 2, "segments on their way")
-        with open_ledger(rank.spool) as ledger:
-            assert ledger is not None
-            assert ledger.acked <= 1, "nothing is acknowledged before it is stored"
+        with open_ack_page(rank.spool) as ack_page:
+            assert ack_page is not None
+            assert ack_page.acked <= 1, "nothing is acknowledged before it is stored"
         assert rule.hits <= 4
         proxy.clear()
         os.kill(rank.uploader_pid(), signal.SIGKILL)  # rather than wait for its timeouts
@@ -154,9 +154,13 @@ def test_keys_that_expire_are_renewed(
     job = Job(root=str(tmp_path / "spools"), out_dir=proxy.url(bucket), upload=QUICK)
     with rank_process(job, tmp_path) as rank:
         until(lambda: rule.hits >= 2, "keys that have expired")
-        with open_ledger(rank.spool) as ledger:
-            assert ledger is not None
-            until(lambda: "expired" in ledger.trouble, "the trouble in the ledger", 90)
+        with open_ack_page(rank.spool) as ack_page:
+            assert ack_page is not None
+            until(
+                lambda: "expired" in ack_page.last_error,
+                "the trouble in the acknowledgement page",
+                90,
+            )
         assert_told_without_secret(rank.spool)
         write_profile(file, OTHER_KEY, OTHER_SECRET)
         rank.next("ended")
@@ -185,10 +189,10 @@ def test_a_bucket_that_is_removed_and_comes_back(
     job = Job(root=str(tmp_path / "spools"), out_dir=rclone.url(bucket), upload=QUICK)
     with rank_process(job, tmp_path) as rank:
         until(lambda: "no such bucket" in rank.stderr(), "a word about it")
-        with open_ledger(rank.spool) as ledger:
-            assert ledger is not None
+        with open_ack_page(rank.spool) as ack_page:
+            assert ack_page is not None
             words = ("NoSuchBucket", bucket, "create it")
-            until(lambda: all(word in ledger.trouble for word in words), "the trouble")
+            until(lambda: all(word in ack_page.last_error for word in words), "the trouble")
         assert_told_without_secret(rank.spool)
         client.create_bucket(Bucket=bucket)
         until(lambda: not rank.spool.exists(), "the end of the uploader")

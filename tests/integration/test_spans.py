@@ -26,7 +26,7 @@ from tests.integration.rig import (
     Job,
     Process,
     assert_exactly_once,
-    open_ledger,
+    open_ack_page,
     rank_process,
     read_store,
     until,
@@ -174,9 +174,9 @@ def test_an_uploader_killed_between_its_manifest_and_the_span(
         until(lambda: len(place.keys("manifests/")) > 20, "more manifests")
         assert not place.keys("spans/")
         os.kill(rank.uploader_pid(), signal.SIGKILL)
-        with open_ledger(rank.spool) as ledger:
-            assert ledger is not None
-            until(lambda: ledger.steps_stored >= STEPS, "the successor to store the rest")
+        with open_ack_page(rank.spool) as ack_page:
+            assert ack_page is not None
+            until(lambda: ack_page.steps_stored >= STEPS, "the successor to store the rest")
         if late:
             hold.let_go()
             until(lambda: place.keys("spans/"), "the late span")

@@ -30,7 +30,7 @@ from tests.integration.rig import (
     Rank,
     assert_exactly_once,
     make_spool,
-    open_ledger,
+    open_ack_page,
     rank_process,
     read_store,
     until,
@@ -60,10 +60,10 @@ def wait_for_uploader(rank: Process, other_than: int) -> int:
 
 
 def wait_for_progress(rank: Process) -> None:
-    with open_ledger(rank.spool) as ledger:
-        assert ledger is not None
-        before = ledger.acked
-        until(lambda: ledger.acked > before, "an uploader that gets on")
+    with open_ack_page(rank.spool) as ack_page:
+        assert ack_page is not None
+        before = ack_page.acked
+        until(lambda: ack_page.acked > before, "an uploader that gets on")
 
 
 def kill_and_wait(pid: int) -> None:
@@ -236,10 +236,12 @@ def test_a_full_disk_is_waited_for(job: Job, tmp_path: Path, small_disk: Path) -
     job = msgspec.structs.replace(job, out_dir=str(small_disk / "out"), steps=6, slots=64)
     with rank_process(job, tmp_path) as rank:
         rank.next("ended")
-        with open_ledger(rank.spool) as ledger:
-            assert ledger is not None
+        with open_ack_page(rank.spool) as ack_page:
+            assert ack_page is not None
             words = ("No space", "fails since")
-            until(lambda: all(word in ledger.trouble for word in words), "the trouble to be told")
+            until(
+                lambda: all(word in ack_page.last_error for word in words), "the trouble to be told"
+            )
         assert rank.spool.exists()
         ballast.unlink()
         rank.rest()
@@ -263,17 +265,19 @@ def test_big_objects_fail_while_small_ones_pass(job: Job, tmp_path: Path) -> Non
         unlimited = resource.prlimit(pid, resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
         rank.next("open")
         os.kill(pid, signal.SIGTERM)  # only now does it write the open step
-        with open_ledger(rank.spool) as ledger:
-            assert ledger is not None
-            until(lambda: "File too large" in ledger.trouble, "the trouble to be told")
+        with open_ack_page(rank.spool) as ack_page:
+            assert ack_page is not None
+            until(lambda: "File too large" in ack_page.last_error, "the trouble to be told")
             beat = tmp_path / "out/heartbeats/worker_0/000000.json"
             until(beat.exists, "a heartbeat")
             before = beat.read_bytes()
             until(lambda: beat.read_bytes() != before, "another heartbeat")
-            until(lambda: "File too large" in ledger.trouble, "the trouble to be told again")
-            assert ledger.acked == 0
+            until(lambda: "File too large" in ack_page.last_error, "the trouble to be told again")
+            assert ack_page.acked == 0
             resource.prlimit(pid, resource.RLIMIT_FSIZE, unlimited)
-            until(lambda: ledger.acked > 0 and not ledger.trouble, "the limit to be forgotten")
+            until(
+                lambda: ack_page.acked > 0 and not ack_page.last_error, "the limit to be forgotten"
+            )
         rank.popen.kill()
         rank.rest()
         until(lambda: not rank.spool.exists(), "the uploader to finish")
@@ -286,9 +290,9 @@ def test_a_directory_that_cannot_be_made_is_waited_for(job: Job, tmp_path: Path)
     """A file is where the directory should be: refuses root, too."""
     (tmp_path / "out").write_text("in the way")
     with rank_process(job, tmp_path) as rank:
-        with open_ledger(rank.spool) as ledger:
-            assert ledger is not None
-            until(lambda: ledger.trouble, "the trouble to be told")
+        with open_ack_page(rank.spool) as ack_page:
+            assert ack_page is not None
+            until(lambda: ack_page.last_error, "the trouble to be told")
         (tmp_path / "out").unlink()
         rank.rest()
         until(lambda: not rank.spool.exists(), "the uploader to finish")
@@ -399,7 +403,7 @@ def test_a_second_uploader_does_not_touch_the_spool(job: Job, tmp_path: Path) ->
     spool = make_spool(job)
     rank = Rank(spool, job)
     first = start_uploader(spool, tmp_path / "first")
-    until(lambda: rank.ledger.uploader_pid == first.pid, "the first uploader")
+    until(lambda: rank.ack_page.uploader_pid == first.pid, "the first uploader")
     second = start_uploader(spool, tmp_path / "second")
     assert second.wait(60) == 1
     assert "another uploader" in (tmp_path / "second").read_text()
@@ -422,15 +426,15 @@ def test_a_final_manifest_is_never_followed_by_another(job: Job, tmp_path: Path)
     spool = make_spool(job, pid=spool.info.trainer_pid)
     for name, data in saved.items():
         (spool.path / name).write_bytes(data)
-    with open_ledger(spool.path) as ledger:
-        assert ledger is not None
+    with open_ack_page(spool.path) as ack_page:
+        assert ack_page is not None
         assert start_uploader(spool, tmp_path / "stderr").wait(60) == 0
         stored = read_store(tmp_path / "out", job.elements)
         assert [(m.state, m.reason) for m in stored.manifests] == [("ended", "bye")]
         assert not spool.path.exists()
         # A rank that waits for its last record to be stored reads this.
-        assert (ledger.acked, ledger.steps_stored) == (stored.last.upto, 1)
-        assert ledger.bytes_stored == 4 * job.elements + 16
+        assert (ack_page.acked, ack_page.steps_stored) == (stored.last.upto, 1)
+        assert ack_page.bytes_stored == 4 * job.elements + 16
 
 
 def test_another_process_under_the_same_keys_is_not_overwritten(job: Job, tmp_path: Path) -> None:
@@ -456,9 +460,9 @@ def test_it_stays_small(job: Job, tmp_path: Path) -> None:
     )
     with rank_process(job, tmp_path) as rank:
         rank.next("open")
-        with open_ledger(rank.spool) as ledger:
-            assert ledger is not None
-            until(lambda: ledger.steps_stored == job.steps, "all steps to be stored")
+        with open_ack_page(rank.spool) as ack_page:
+            assert ack_page is not None
+            until(lambda: ack_page.steps_stored == job.steps, "all steps to be stored")
         status = Path(f"/proc/{rank.uploader_pid()}/status").read_text().splitlines()
         fields = dict(line.split(":", 1) for line in status)
         assert int(fields["VmRSS"].split()[0]) < 90 << 10

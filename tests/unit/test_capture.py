@@ -20,9 +20,9 @@ from smdist.identity import ModeKeys, StepRef
 from smdist.kernel.tensor_stats import derive
 from smdist.planning import TensorPlan
 from smdist.workers.capture.capture import Capture, CaptureLimits
-from smdist.workers.capture.part_plan import PartPlan, Wanted, plan_part
-from smdist.workers.capture.tensor_access import NumpyHost
-from smdist.workers.spool.ack_page import Ledger
+from smdist.workers.capture.part_plan import CaptureRequest, PartPlan, plan_part
+from smdist.workers.capture.tensor_access import NumpyAccess
+from smdist.workers.spool.ack_page import AckPage
 from smdist.workers.spool.journal import JournalReader
 from smdist.workers.spool.spool import Spool, SpoolInfo, UploadOptions
 
@@ -34,8 +34,8 @@ def step(number: int) -> StepRef:
     return StepRef(ModeKeys.TRAIN, number, number)
 
 
-def wanted(name: str, array: Array, plan: TensorPlan = RAW) -> Wanted:
-    return Wanted(name, dtype_code(array.dtype), array.shape, array.nbytes, plan)
+def wanted(name: str, array: Array, plan: TensorPlan = RAW) -> CaptureRequest:
+    return CaptureRequest(name, dtype_code(array.dtype), array.shape, array.nbytes, plan)
 
 
 def plan_of(**arrays: Array) -> tuple[PartPlan, list[Array]]:
@@ -67,7 +67,7 @@ def make(spool: Spool, lines: list[str]) -> Iterator[Callable[..., Capture[Array
 
     def build(**limits: object) -> Capture[Array]:
         settings = {"buffer_bytes": 8 << 20, **limits}
-        made.append(Capture(spool, NumpyHost(), CaptureLimits(**settings), lines.append))  # type: ignore[arg-type]
+        made.append(Capture(spool, NumpyAccess(), CaptureLimits(**settings), lines.append))  # type: ignore[arg-type]
         return made[-1]
 
     yield build
@@ -86,7 +86,7 @@ def read(spool: Spool) -> list[Piece]:
 def bytes_of(spool: Spool, record: Part | Inline) -> bytes:
     if isinstance(record, Inline):
         return record.data
-    with spool.reading(f"arena-{record.arena}") as handle:
+    with spool.open_for_reading(f"arena-{record.arena}") as handle:
         return handle.read()[record.offset :]
 
 
@@ -213,16 +213,16 @@ def test_acknowledged_ranges_are_used_again(
     spool: Spool, make: Callable[..., Capture[Array]]
 ) -> None:
     capture = make(buffer_bytes=4 << 20)
-    ledger = Ledger(spool.path / "ledger")
+    ack_page = AckPage(spool.path / "ack_page")
     plan, arrays = plan_of(big=np.zeros(1 << 20, np.uint8))
     for number in range(50):
         capture.begin(step(number))
         assert capture.save(plan, arrays)
         capture.close_step()
-        ledger.acked = read(spool)[-1].ordinal + 1
+        ack_page.acked = read(spool)[-1].ordinal + 1
     assert capture.usage().buffer_bytes <= 2 << 20
     assert capture.usage().blocked_s == 0
-    ledger.close()
+    ack_page.close()
 
 
 def test_a_full_buffer_drops_and_says_so(
@@ -249,11 +249,11 @@ def test_a_full_buffer_blocks_until_the_uploader_made_room(
     plan, arrays = plan_of(big=np.zeros(3 << 20, np.uint8))
 
     def acknowledge() -> None:
-        ledger = Ledger(spool.path / "ledger")
+        ack_page = AckPage(spool.path / "ack_page")
         while not any(isinstance(p.record, Flush) for p in read(spool)):
             pass
-        ledger.acked = read(spool)[-1].ordinal + 1
-        ledger.close()
+        ack_page.acked = read(spool)[-1].ordinal + 1
+        ack_page.close()
 
     capture.begin(step(0))
     assert capture.save(plan, arrays)
@@ -283,7 +283,7 @@ def test_nobody_is_waited_for_when_no_uploader_is_left(
     make: Callable[..., Capture[Array]],
 ) -> None:
     capture = make(buffer_bytes=4 << 20, block_timeout_s=3600.0)
-    capture.attended_by(lambda: False)
+    capture.set_uploader_alive(lambda: False)
     plan, arrays = plan_of(big=np.zeros(3 << 20, np.uint8))
     capture.begin(step(0))
     assert capture.save(plan, arrays)
@@ -307,7 +307,7 @@ def test_journal_rotation_keeps_every_file_readable_alone(
     capture = make()
     arrays = {f"tensor/{i:04d}": np.full(20, i, np.float32) for i in range(1000)}
     plan = plan_part([wanted(n, a) for n, a in arrays.items()])
-    ledger = Ledger(spool.path / "ledger")
+    ack_page = AckPage(spool.path / "ack_page")
     scalar, value = plan_of(x=np.zeros(50))
     for number in range(12_000):
         capture.begin(step(number))
@@ -322,7 +322,7 @@ def test_journal_rotation_keeps_every_file_readable_alone(
     later = JournalReader(spool, start=pieces[-100].ordinal)
     assert later.read() == pieces[-100:]
     later.close()
-    ledger.close()
+    ack_page.close()
 
 
 def test_memory_that_runs_out_of_room_goes_on_disk(small_disk: Path, tmp_path: Path) -> None:
@@ -331,7 +331,7 @@ def test_memory_that_runs_out_of_room_goes_on_disk(small_disk: Path, tmp_path: P
     spool = Spool.create(info, small_disk, tmp_path / "disk")
     lines: list[str] = []
     limits = CaptureLimits(buffer_bytes=64 << 20)
-    capture: Capture[Array] = Capture(spool, NumpyHost(), limits, lines.append)
+    capture: Capture[Array] = Capture(spool, NumpyAccess(), limits, lines.append)
     arrays = [np.full(3 << 20, number, np.uint8) for number in range(6)]
     for number, array in enumerate(arrays):
         plan, _ = plan_of(big=array)
@@ -361,7 +361,7 @@ def test_equal_troubles_are_journalled_once_and_counted(
 ) -> None:
     capture = make()
     for _ in range(5):
-        capture.trouble("cannot read a sparse tensor")
+        capture.record_error("cannot read a sparse tensor")
     (trouble,) = (p.record for p in read(spool))
     assert isinstance(trouble, Trouble)
     assert capture.usage().troubles == 5
@@ -374,10 +374,10 @@ def test_drain_waits_for_the_acknowledgement(
     capture.begin(step(0))
     capture.end()
     assert not capture.drain(0.05)
-    ledger = Ledger(spool.path / "ledger")
-    ledger.acked = read(spool)[-1].ordinal + 1
+    ack_page = AckPage(spool.path / "ack_page")
+    ack_page.acked = read(spool)[-1].ordinal + 1
     assert capture.drain(5)
-    ledger.close()
+    ack_page.close()
 
 
 def test_what_waits_for_the_store_is_no_burden_to_the_garbage_collector(
@@ -425,7 +425,7 @@ def test_what_was_cut_from_one_strip_is_free_once_all_of_it_is_stored(
     spool: Spool, make: Callable[..., Capture[Array]]
 ) -> None:
     capture = make()
-    ledger = Ledger(spool.path / "ledger")
+    ack_page = AckPage(spool.path / "ack_page")
     parts = gradients(100)
     capture.begin(step(0))
     for plan, arrays in parts:  # each is declared, in a range of its own
@@ -436,13 +436,13 @@ def test_what_was_cut_from_one_strip_is_free_once_all_of_it_is_stored(
             assert capture.save(plan, arrays)
         capture.close_step()
         last = read(spool)[-1].ordinal
-        ledger.acked = last  # all but the close
+        ack_page.acked = last  # all but the close
         capture.begin(step(1000 + number), planned=False)
         assert capture.usage().buffer_bytes == 100 * 1024
-        ledger.acked = last + 2
+        ack_page.acked = last + 2
         capture.begin(step(5000 + number), planned=False)
         assert capture.usage().buffer_bytes == 0
-    ledger.close()
+    ack_page.close()
 
 
 def test_a_strip_is_no_reason_to_drop_what_would_have_had_room(
@@ -468,11 +468,11 @@ def test_a_step_larger_than_the_buffer_comes_through_gradient_by_gradient(
     done = threading.Event()
 
     def acknowledge() -> None:
-        ledger = Ledger(spool.path / "ledger")
+        ack_page = AckPage(spool.path / "ack_page")
         while not done.wait(0.001):
             if pieces := read(spool):
-                ledger.acked = pieces[-1].ordinal + 1
-        ledger.close()
+                ack_page.acked = pieces[-1].ordinal + 1
+        ack_page.close()
 
     uploader = threading.Thread(target=acknowledge)
     uploader.start()

@@ -30,10 +30,10 @@ from smdist.planning import TensorPlan
 from smdist.workers.capture import capture as capture_module
 from smdist.workers.capture import journal_room as records
 from smdist.workers.capture.capture import Capture, CaptureLimits
-from smdist.workers.capture.part_plan import PartPlan, Wanted, plan_part
-from smdist.workers.capture.tensor_access import NumpyHost
+from smdist.workers.capture.part_plan import CaptureRequest, PartPlan, plan_part
+from smdist.workers.capture.tensor_access import NumpyAccess
 from smdist.workers.capture.unwritten import Unwritten
-from smdist.workers.spool.ack_page import Ledger
+from smdist.workers.spool.ack_page import AckPage
 from smdist.workers.spool.journal import FILE_BYTES, JournalReader
 from smdist.workers.spool.spool import Spool, SpoolInfo, UploadOptions
 
@@ -48,7 +48,9 @@ def step(number: int) -> StepRef:
 
 
 def plan_of(name: str, array: Array) -> PartPlan:
-    return plan_part([Wanted(name, dtype_code(array.dtype), array.shape, array.nbytes, RAW)])
+    return plan_part(
+        [CaptureRequest(name, dtype_code(array.dtype), array.shape, array.nbytes, RAW)]
+    )
 
 
 class Rig:
@@ -62,14 +64,14 @@ class Rig:
         self.capture: Capture[Array]
         self.plans = {"value": plan_of("value", VALUE), "large": plan_of("large", LARGE)}
 
-    def start(self, host: NumpyHost | None = None, **limits: object) -> None:
+    def start(self, host: NumpyAccess | None = None, **limits: object) -> None:
         self.capture = Capture(
             self.spool,
-            host or NumpyHost(),
+            host or NumpyAccess(),
             CaptureLimits(**limits),  # type: ignore[arg-type]
             self.lines.append,
         )
-        self.ledger = Ledger(self.spool.path / "ledger")
+        self.ack_page = AckPage(self.spool.path / "ack_page")
         self.reader = JournalReader(self.spool)
         self.records: list[Record] = []
 
@@ -82,8 +84,8 @@ class Rig:
         pieces = self.reader.read()
         self.records += [piece.record for piece in pieces]
         if pieces:
-            self.ledger.acked = pieces[-1].ordinal + 1
-            self.reader.drop_before(self.ledger.acked)
+            self.ack_page.acked = pieces[-1].ordinal + 1
+            self.reader.drop_before(self.ack_page.acked)
 
     def steps_with(self, *kinds: type) -> set[int]:
         return {r.step for r in self.records if isinstance(r, kinds)}  # type: ignore[union-attr]
@@ -91,7 +93,7 @@ class Rig:
     def close(self) -> None:
         self.capture.close()
         self.reader.close()
-        self.ledger.close()
+        self.ack_page.close()
 
 
 @pytest.fixture
@@ -149,7 +151,7 @@ def test_a_full_disk_under_the_journal_drops_until_there_is_room(
     # Records that are shorter may still fit.
     dropped |= {number for number in range(first + 1, first + 40) if not rig.save(number, what)}
     assert len(dropped) > 20
-    rig.capture.trouble("something else")
+    rig.capture.record_error("something else")
     usage = rig.capture.usage()
     assert usage.dropped_tensors == len(dropped)
     assert usage.dropped_bytes >= 20 * VALUE.nbytes
@@ -166,7 +168,7 @@ def test_a_full_disk_under_the_journal_drops_until_there_is_room(
     assert "something else" in {r.message for r in rig.records if isinstance(r, Trouble)}
     assert isinstance(rig.records[-1], End)
     assert rig.capture.drain(5.0)
-    assert not rig.capture.unwritten
+    assert not rig.capture.unwritten_reason
 
 
 def test_an_end_on_a_full_disk_is_no_error(
@@ -180,7 +182,7 @@ def test_an_end_on_a_full_disk_is_no_error(
     rig.capture.end("RuntimeError: \udc80")
     rig.store()
     assert not rig.capture.drain(60.0)
-    assert "free some disk space" in rig.capture.unwritten
+    assert "free some disk space" in rig.capture.unwritten_reason
     assert rig.capture.usage().pending_records > 0
 
 
@@ -233,7 +235,7 @@ def test_a_small_value_waits_for_room(rig: Rig) -> None:
             pieces = rig.reader.read()
             rig.records += [piece.record for piece in pieces]
         waiting.set()
-        rig.ledger.acked = len(rig.records)
+        rig.ack_page.acked = len(rig.records)
 
     uploader = threading.Thread(target=upload)
     uploader.start()
@@ -266,7 +268,7 @@ def test_names_that_cannot_be_written_are_escaped(rig: Rig) -> None:
     assert plan.names == ("\\ud800lone",)
     rig.capture.begin(step(0))
     assert rig.capture.save(plan, [LARGE])
-    rig.capture.trouble("about \ud800")
+    rig.capture.record_error("about \ud800")
     rig.store()
     assert r"about \ud800" in {r.message for r in rig.records if isinstance(r, Trouble)}
 
@@ -340,7 +342,9 @@ def test_a_long_declaration_counts_until_it_is_stored_and_no_longer(rig: Rig) ->
     rig.start(buffer_bytes=1 << 20, on_full="drop")
     names = [f"{number:05d}-" + "n" * 60 for number in range(3000)]
     small = np.zeros(1)
-    many = plan_part([Wanted(n, dtype_code(small.dtype), (1,), small.nbytes, RAW) for n in names])
+    many = plan_part(
+        [CaptureRequest(n, dtype_code(small.dtype), (1,), small.nbytes, RAW) for n in names]
+    )
     whole = np.zeros(1_000_000 // 8)
     rig.capture.begin(step(0))
     assert rig.capture.save(many, [small] * len(names))
@@ -356,14 +360,14 @@ def test_a_signal_handler_is_told_that_it_interrupts_a_wait_for_room(rig: Rig) -
 
     def handler(*_: object) -> None:
         if capture._waiting:
-            seen.append(capture.interrupted)
+            seen.append(capture.is_reentrant_call)
             rig.store()
 
     before = signal.signal(signal.SIGALRM, handler)
     signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
     try:
         capture.begin(step(0))
-        assert not capture.interrupted
+        assert not capture.is_reentrant_call
         assert capture.save(plan_of("first", whole), [whole])
         assert capture.save(plan_of("second", whole), [whole])
     finally:
@@ -371,4 +375,4 @@ def test_a_signal_handler_is_told_that_it_interrupts_a_wait_for_room(rig: Rig) -
         signal.signal(signal.SIGALRM, before)
     assert seen
     assert all(seen)
-    assert not capture.interrupted
+    assert not capture.is_reentrant_call

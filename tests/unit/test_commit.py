@@ -22,7 +22,7 @@ from smdist.format.manifest import (
 from smdist.format.segment import Segment
 from smdist.format.stored_json import encode
 from smdist.storage import Buffer, MemoryStore
-from smdist.workers.spool.ack_page import Ledger
+from smdist.workers.spool.ack_page import AckPage
 from smdist.workers.upload.batch import Batch, nothing
 from smdist.workers.upload.commit import Committer, Ending, ResumePoint, resume_point
 from smdist.workers.upload.retry import Conflict, GaveUp, Patience
@@ -50,10 +50,10 @@ class Watched(MemoryStore):
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> Iterator[Ledger]:
-    ledger = Ledger(tmp_path / "ledger")
-    yield ledger
-    ledger.close()
+def ack_page(tmp_path: Path) -> Iterator[AckPage]:
+    ack_page = AckPage(tmp_path / "ack_page")
+    yield ack_page
+    ack_page.close()
 
 
 def make_batch(seq: int, first: int, upto: int, described: bytes = b"") -> Batch:
@@ -68,9 +68,9 @@ def manifest(seq: int, upto: int, session: str = "mine") -> bytes:
     return encode(made, manifest_key("worker_0", 0, seq))
 
 
-def committer(store: Watched, ledger: Ledger) -> Committer:
-    patience = Patience(ledger, lambda _text: None, lambda: 0)
-    return Committer(store, SESSION, ledger, patience, ResumePoint(0, 0, None))
+def committer(store: Watched, ack_page: AckPage) -> Committer:
+    patience = Patience(ack_page, lambda _text: None, lambda: 0)
+    return Committer(store, SESSION, ack_page, patience, ResumePoint(0, 0, None))
 
 
 async def turn_until(condition: Callable[[], bool]) -> None:
@@ -81,18 +81,18 @@ async def turn_until(condition: Callable[[], bool]) -> None:
     raise AssertionError("it never came true")
 
 
-def test_manifests_come_in_order_whatever_segment_is_slow(ledger: Ledger) -> None:
+def test_manifests_come_in_order_whatever_segment_is_slow(ack_page: AckPage) -> None:
     async def scenario() -> list[str]:
         store = Watched()
         slow = store.gates[segment_key("worker_0", 0, 0, "0")] = asyncio.Event()
-        work = committer(store, ledger)
+        work = committer(store, ack_page)
         work.launch(make_batch(0, 0, 5, b"old"), None, lambda: None)
         work.launch(make_batch(1, 5, 9, b"new"), Ending("ended", ""), lambda: None)
         assert (work.in_flight, work.bytes_in_flight) == (2, 200)
         await turn_until(lambda: segment_key("worker_0", 0, 1, "0") in store.order)
-        assert ledger.acked == 0
+        assert ack_page.acked == 0
         slow.set()
-        await turn_until(lambda: ledger.acked == 9)
+        await turn_until(lambda: ack_page.acked == 9)
         assert [batch.seq for batch in work.finished()] == [0, 1]
         assert (work.in_flight, work.bytes_in_flight) == (0, 0)
         assert await store.get("collections/worker_0.json") == b"new"
@@ -108,23 +108,23 @@ def test_manifests_come_in_order_whatever_segment_is_slow(ledger: Ledger) -> Non
     ]
 
 
-def test_a_lost_answer_is_no_second_manifest(ledger: Ledger) -> None:
+def test_a_lost_answer_is_no_second_manifest(ack_page: AckPage) -> None:
     async def scenario() -> list[str]:
         store = Watched()
         store.lose_answer_of = manifest_key("worker_0", 0, 0)
-        work = committer(store, ledger)
+        work = committer(store, ack_page)
         work.launch(nothing(3, 0), Ending("lost", "killed"), lambda: None)
-        await turn_until(lambda: ledger.acked == 3)
+        await turn_until(lambda: ack_page.acked == 3)
         return store.order
 
     assert asyncio.run(scenario()) == [manifest_key("worker_0", 0, 0)]
 
 
-def test_a_manifest_of_somebody_else_is_not_replaced(ledger: Ledger) -> None:
+def test_a_manifest_of_somebody_else_is_not_replaced(ack_page: AckPage) -> None:
     async def scenario() -> bytes:
         store, key = Watched(), manifest_key("worker_0", 0, 0)
         await store.put(key, (manifest(0, 7),))
-        work = committer(store, ledger)
+        work = committer(store, ack_page)
         done = asyncio.Event()
         work.launch(nothing(3, 0), None, done.set)
         await done.wait()
@@ -133,11 +133,13 @@ def test_a_manifest_of_somebody_else_is_not_replaced(ledger: Ledger) -> None:
         return await store.get(key)
 
     assert asyncio.run(scenario()) == manifest(0, 7)
-    assert ledger.acked == 0
+    assert ack_page.acked == 0
 
 
 @pytest.mark.parametrize("kind", [StoreError, StoreForbidden])
-def test_a_successor_that_cannot_look_again_goes_on(ledger: Ledger, kind: type[StoreError]) -> None:
+def test_a_successor_that_cannot_look_again_goes_on(
+    ack_page: AckPage, kind: type[StoreError]
+) -> None:
     """Looking whether a late manifest of its predecessor replaced its own is a courtesy at first."""
 
     class Blind(Watched):
@@ -148,13 +150,13 @@ def test_a_successor_that_cannot_look_again_goes_on(ledger: Ledger, kind: type[S
             raise kind(self.url, prefix, "list", "not now")
 
     async def scenario() -> None:
-        patience = Patience(ledger, lambda _text: None, lambda: 0)
+        patience = Patience(ack_page, lambda _text: None, lambda: 0)
         patience.give_up_after(0.0)
         start = ResumePoint(0, 0, None)
-        work = Committer(Blind(), SESSION, ledger, patience, start, succeeds=True)
+        work = Committer(Blind(), SESSION, ack_page, patience, start, succeeds=True)
         for seq in range(3):
             work.launch(make_batch(seq, 5 * seq, 5 * seq + 5), None, lambda: None)
-        await turn_until(lambda: ledger.acked == 15)
+        await turn_until(lambda: ack_page.acked == 15)
         await turn_until(lambda: len(work.finished()) == 3 or not work.in_flight)
         if kind is StoreForbidden:
             await work.confirm()
@@ -165,7 +167,7 @@ def test_a_successor_that_cannot_look_again_goes_on(ledger: Ledger, kind: type[S
     asyncio.run(scenario())
 
 
-def test_a_successor_insists_on_removing_what_no_manifest_names(ledger: Ledger) -> None:
+def test_a_successor_insists_on_removing_what_no_manifest_names(ack_page: AckPage) -> None:
     class Stubborn(Watched):
         refusals = 3
 
@@ -176,10 +178,10 @@ def test_a_successor_insists_on_removing_what_no_manifest_names(ledger: Ledger) 
             await super().delete(key)
 
     async def scenario() -> Sequence[str]:
-        store, patience = Stubborn(), Patience(ledger, lambda _text: None, lambda: 0)
+        store, patience = Stubborn(), Patience(ack_page, lambda _text: None, lambda: 0)
         await store.put(segment_key("worker_0", 0, 0, "predecessor"), (b"unnamed",))
         start = ResumePoint(0, 0, None)
-        work = Committer(store, SESSION, ledger, patience, start, succeeds=True)
+        work = Committer(store, SESSION, ack_page, patience, start, succeeds=True)
         work.launch(make_batch(0, 0, 5), Ending("ended", ""), lambda: None)
         await turn_until(lambda: len(work.finished()) == 1)
         await work.confirm()
@@ -188,11 +190,11 @@ def test_a_successor_insists_on_removing_what_no_manifest_names(ledger: Ledger) 
     assert asyncio.run(scenario()) == [segment_key("worker_0", 0, 0, "0")]
 
 
-def test_closing_gives_up_what_is_on_its_way(ledger: Ledger) -> None:
+def test_closing_gives_up_what_is_on_its_way(ack_page: AckPage) -> None:
     async def scenario() -> list[str]:
         store = Watched()
         store.gates[segment_key("worker_0", 0, 0, "0")] = asyncio.Event()
-        work = committer(store, ledger)
+        work = committer(store, ack_page)
         work.launch(make_batch(0, 0, 5), None, lambda: None)
         work.launch(make_batch(1, 5, 9), None, lambda: None)
         await asyncio.sleep(0)

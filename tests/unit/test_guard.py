@@ -23,8 +23,8 @@ from smdist.identity import ModeKeys, StepRef, worker_name
 from smdist.planning import TensorPlan
 from smdist.trials import Trial, create_trial
 from smdist.workers.capture.capture import Capture, CaptureLimits
-from smdist.workers.capture.part_plan import PartPlan, Wanted, plan_part
-from smdist.workers.capture.tensor_access import NumpyHost, Wait
+from smdist.workers.capture.part_plan import CaptureRequest, PartPlan, plan_part
+from smdist.workers.capture.tensor_access import CopyHandle, NumpyAccess
 from smdist.workers.spool.journal import JournalReader
 from smdist.workers.spool.spool import Spool
 from smdist.workers.upload.recover import recover
@@ -47,7 +47,7 @@ PARTS: dict[str, tuple[dict[str, tuple[int, ...]], TensorPlan]] = {
 STEPS = 3
 
 
-class Host(NumpyHost):
+class TensorAccess(NumpyAccess):
     """Arrays of which some arrive later, as those of a device do."""
 
     def __init__(self, late: Sequence[Array]) -> None:
@@ -59,12 +59,12 @@ class Host(NumpyHost):
     def address(self, tensor: npt.NDArray[np.generic]) -> int:
         return 0 if self.on_device(tensor) else super().address(tensor)
 
-    def start_copy(self, tensor: npt.NDArray[np.generic], target: memoryview) -> Wait:
+    def start_copy(self, tensor: npt.NDArray[np.generic], target: memoryview) -> CopyHandle:
         return lambda: self.write(tensor, target)
 
     def start_measure(
         self, tensor: npt.NDArray[np.generic], columns: Sequence[str], target: memoryview
-    ) -> Wait:
+    ) -> CopyHandle:
         def arrive() -> None:
             target[:] = np.full(len(columns), tensor.size, np.float64).tobytes()
 
@@ -83,7 +83,9 @@ def values_at(step: int) -> dict[str, Array]:
 def plan_of(part: str) -> PartPlan:
     shapes, plan = PARTS[part]
     sizes = {name: 4 * int(np.prod(shape)) for name, shape in shapes.items()}
-    return plan_part([Wanted(name, "F32", shapes[name], sizes[name], plan) for name in shapes])
+    return plan_part(
+        [CaptureRequest(name, "F32", shapes[name], sizes[name], plan) for name in shapes]
+    )
 
 
 @pytest.fixture(params=["compiled", "numpy"] if kernel.compiled else ["numpy"])
@@ -112,7 +114,7 @@ def captured(chosen: str, tmp_path: Path) -> Spool:
     enter(tmp_path / "out", spool)
     steps = [values_at(step) for step in range(STEPS)]
     late = [values[name] for values in steps for name in PARTS["late"][0]]
-    capture = Capture(spool, Host(late), CaptureLimits(32 << 20), pytest.fail)
+    capture = Capture(spool, TensorAccess(late), CaptureLimits(32 << 20), pytest.fail)
     try:
         for number, values in enumerate(steps):
             capture.begin(StepRef(ModeKeys.TRAIN, number, number))
@@ -179,7 +181,7 @@ def one_bit(data: Any, plan: PartPlan) -> None:
 
 
 def one_statistic(data: Any, plan: PartPlan) -> None:
-    assert plan.measured
+    assert plan.reduced
     data[: plan.stride].view(np.float64)[4] += 1.0
 
 

@@ -5,14 +5,14 @@ import hashlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smdist.format.layout import Layout, Wish, arrange
+from smdist.format.layout import Layout, PlacementRequest, arrange
 
 
 def wish(
     name: str, itemsize: int = 4, count: int = 3, raw: bool = True, reduced: bool = False
-) -> Wish:
+) -> PlacementRequest:
     dtype = {8: "F64", 4: "F32", 2: "F16", 1: "U8"}[itemsize]
-    return Wish(name, dtype, itemsize, (count,), itemsize * count, raw, reduced, ())
+    return PlacementRequest(name, dtype, itemsize, (count,), itemsize * count, raw, reduced, ())
 
 
 wishes = st.lists(
@@ -29,7 +29,7 @@ wishes = st.lists(
 
 
 @given(wishes)
-def test_everything_has_its_own_aligned_place_and_no_holes(wanted: list[Wish]) -> None:
+def test_everything_has_its_own_aligned_place_and_no_holes(wanted: list[PlacementRequest]) -> None:
     layout = arrange(wanted, ("sum", "max"))
     spans = [(e.offset, e.offset + e.nbytes) for e in layout.tensors if e.offset >= 0]
     for entry, asked in zip(layout.tensors, wanted, strict=True):
@@ -49,14 +49,16 @@ def test_everything_has_its_own_aligned_place_and_no_holes(wanted: list[Wish]) -
 
 
 @given(wishes)
-def test_rows_are_numbered_in_order_of_capture(wanted: list[Wish]) -> None:
+def test_rows_are_numbered_in_order_of_capture(wanted: list[PlacementRequest]) -> None:
     layout = arrange(wanted, ("sum",))
     assert [e.row for e in layout.tensors if e.row >= 0] == list(range(layout.rows))
     assert [e.order for e in layout.tensors] == list(range(len(wanted)))
 
 
 @given(wishes)
-def test_layouts_survive_json_and_equal_ones_have_one_digest(wanted: list[Wish]) -> None:
+def test_layouts_survive_json_and_equal_ones_have_one_digest(
+    wanted: list[PlacementRequest],
+) -> None:
     layout = arrange(wanted, ("sum",))
     again = Layout.from_json(layout.to_json(), layout.digest(), "k")
     assert again == layout

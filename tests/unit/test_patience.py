@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from smdist.errors import StoreError, StoreFull
-from smdist.workers.spool.ack_page import Ledger
+from smdist.workers.spool.ack_page import AckPage
 from smdist.workers.upload.retry import Conflict, GaveUp, Patience, readable_bytes
 
 
@@ -26,10 +26,10 @@ class Door:
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> Iterator[Ledger]:
-    ledger = Ledger(tmp_path / "ledger")
-    yield ledger
-    ledger.close()
+def ack_page(tmp_path: Path) -> Iterator[AckPage]:
+    ack_page = AckPage(tmp_path / "ack_page")
+    yield ack_page
+    ack_page.close()
 
 
 @pytest.fixture
@@ -38,15 +38,15 @@ def said() -> list[str]:
 
 
 @pytest.fixture
-def patience(ledger: Ledger, said: list[str]) -> Patience:
-    return Patience(ledger, said.append, lambda: 3 << 20)
+def patience(ack_page: AckPage, said: list[str]) -> Patience:
+    return Patience(ack_page, said.append, lambda: 3 << 20)
 
 
 FULL = StoreFull("/data", "segments/x", "put", "No space left; free some")
 
 
 def test_it_tries_again_tells_once_and_takes_it_back(
-    patience: Patience, ledger: Ledger, said: list[str]
+    patience: Patience, ack_page: AckPage, said: list[str]
 ) -> None:
     door = Door(3, FULL)
     assert asyncio.run(patience.insist("writing", door)) == "through"
@@ -55,7 +55,7 @@ def test_it_tries_again_tells_once_and_takes_it_back(
     assert "put 'segments/x' in /data: No space left; free some" in said[0]
     assert "3.0 MiB wait" in said[0]
     assert said[1] == "the store works again"
-    assert ledger.trouble == ""
+    assert ack_page.last_error == ""
 
 
 def test_what_works_at_once_is_not_worth_a_word(patience: Patience, said: list[str]) -> None:
@@ -64,57 +64,57 @@ def test_what_works_at_once_is_not_worth_a_word(patience: Patience, said: list[s
 
 
 def test_one_that_works_does_not_hide_one_that_fails(
-    patience: Patience, ledger: Ledger, said: list[str]
+    patience: Patience, ack_page: AckPage, said: list[str]
 ) -> None:
     stuck = object()
     patience.failed(stuck, "writing", FULL)
     asyncio.run(patience.insist("writing", Door(1, FULL)))
-    assert "fails since" in ledger.trouble
+    assert "fails since" in ack_page.last_error
     assert len(said) == 1
     patience.succeeded(stuck)
-    assert ledger.trouble == ""
+    assert ack_page.last_error == ""
     assert said[1:] == ["the store works again"]
 
 
 def test_a_courtesy_that_failed_does_not_keep_it_from_taking_back_what_it_said(
-    patience: Patience, ledger: Ledger, said: list[str]
+    patience: Patience, ack_page: AckPage, said: list[str]
 ) -> None:
     patience.failed("heartbeat", "writing the heartbeat", FULL, tell=False)
     assert said == []
     asyncio.run(patience.insist("writing", Door(1, FULL)))
     assert said[1:] == ["the store works again"]
-    assert "fails since" in ledger.trouble
+    assert "fails since" in ack_page.last_error
     patience.succeeded("heartbeat")
-    assert ledger.trouble == ""
+    assert ack_page.last_error == ""
     assert len(said) == 2
 
 
 def test_a_courtesy_that_fails_does_not_hide_what_is_stuck(
-    patience: Patience, ledger: Ledger
+    patience: Patience, ack_page: AckPage
 ) -> None:
     patience.failed("heartbeat", "writing the heartbeat", FULL, tell=False)
-    assert "the heartbeat" in ledger.trouble, "as long as nothing else fails"
+    assert "the heartbeat" in ack_page.last_error, "as long as nothing else fails"
     patience.failed("segment", "writing to the store", FULL)
     patience.failed("heartbeat", "writing the heartbeat", FULL, tell=False)
-    assert ledger.trouble.startswith("writing to the store fails since ")
+    assert ack_page.last_error.startswith("writing to the store fails since ")
     patience.succeeded("segment")
-    assert ledger.trouble.startswith("writing the heartbeat fails since ")
+    assert ack_page.last_error.startswith("writing the heartbeat fails since ")
 
 
 def test_what_is_stuck_longest_is_named_until_it_is_through(
-    patience: Patience, ledger: Ledger
+    patience: Patience, ack_page: AckPage
 ) -> None:
     patience.failed("segment", "writing to the store", FULL)
     patience.failed("run", "reading the store", FULL)
-    assert ledger.trouble.startswith("writing to the store ")
+    assert ack_page.last_error.startswith("writing to the store ")
     patience.succeeded("segment")
-    assert ledger.trouble.startswith("reading the store ")
+    assert ack_page.last_error.startswith("reading the store ")
 
 
-def test_the_words_of_an_error_get_no_advice_added(patience: Patience, ledger: Ledger) -> None:
+def test_the_words_of_an_error_get_no_advice_added(patience: Patience, ack_page: AckPage) -> None:
     error = StoreError("s3://b/run", "k", "put", "cannot be reached; check the endpoint")
     patience.failed("x", "writing", error)
-    assert ledger.trouble.endswith(f": {error}")
+    assert ack_page.last_error.endswith(f": {error}")
 
 
 def test_the_same_is_said_rarely(

@@ -10,7 +10,7 @@ import pytest
 
 from smdist.errors import SpoolUnavailable
 from smdist.format.manifest import Run, Session
-from smdist.workers.spool.ack_page import Ledger
+from smdist.workers.spool.ack_page import AckPage
 from smdist.workers.spool.journal import JournalReader, JournalWriter
 from smdist.workers.spool.private_files import NotPrivate, private_root, refusal, remove_folder
 from smdist.workers.spool.spool import Doorbell, Spool, SpoolInfo, UploadOptions
@@ -25,7 +25,7 @@ def spool(tmp_path: Path) -> Spool:
     info = SpoolInfo(Run("r", 0.0, "none"), session, "out", UploadOptions(), 1, 0)
     made = Spool.create(info, tmp_path / "root", tmp_path / "disk")
     JournalWriter(made).close()
-    Ledger(made.path / "ledger").close()
+    AckPage(made.path / "ack_page").close()
     (made.path / "arena-0").write_bytes(b"captured")
     return made
 
@@ -50,7 +50,7 @@ def make(path: Path, mode: int) -> None:
 USES: dict[str, Callable[[Spool], object]] = {
     "arena-0": lambda spool: Arenas(spool).read(0, 0, 4),
     "journal-000000": lambda spool: JournalReader(spool).read(),
-    "ledger": lambda spool: Ledger(spool.path / "ledger"),
+    "ack_page": lambda spool: AckPage(spool.path / "ack_page"),
     "doorbell": Doorbell,
     "lock": lock,
     "spool.json": lambda spool: Spool.open(spool.path),
@@ -104,7 +104,7 @@ def test_an_overflow_that_became_a_link_is_neither_used_nor_emptied(
     with pytest.raises(NotPrivate, match="is a link"):
         spool.make_overflow()
     with pytest.raises(NotPrivate, match="is a link"):
-        spool.reading("arena-1")
+        spool.open_for_reading("arena-1")
     spool.remove()
     assert not spool.path.exists()
     assert (elsewhere / "arena-1").read_bytes() == CONTENT

@@ -92,12 +92,12 @@ def test_files_are_found_in_both_places(tmp_path: Path) -> None:
     (overflow / "arena-1").write_bytes(b"1")
     (spool.path / "arena-0").write_bytes(b"0")
     for name in ("arena-0", "arena-1"):
-        with spool.reading(name) as handle:
+        with spool.open_for_reading(name) as handle:
             assert handle.read().decode() == name[-1]
         assert name in spool.names()
         spool.discard(name)
         with pytest.raises(SpoolUnavailable, match=name):
-            spool.reading(name)
+            spool.open_for_reading(name)
 
 
 def test_removal_leaves_nothing(tmp_path: Path) -> None:

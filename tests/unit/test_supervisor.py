@@ -85,8 +85,8 @@ def test_a_killed_uploader_is_replaced(job: Job, rank: Rank, tmp_path: Path) -> 
     supervisor.start()
     killed: list[int] = []
     for step in range(3):
-        until(lambda: rank.ledger.uploader_pid not in (0, *killed), "an uploader at work")
-        killed.append(rank.ledger.uploader_pid)
+        until(lambda: rank.ack_page.uploader_pid not in (0, *killed), "an uploader at work")
+        killed.append(rank.ack_page.uploader_pid)
         os.kill(killed[-1], signal.SIGKILL)
         rank.step(step)
     until(lambda: supervisor.restarts == 3 and supervisor.pid not in (0, *killed), "a new one")
@@ -229,7 +229,7 @@ def test_descriptors_of_the_job_are_not_inherited(job: Job, tmp_path: Path) -> N
         read, write = os.pipe()
         os.set_inheritable(write, True)
         supervisor.start()
-        until(lambda: rank.ledger.uploader_pid, "the uploader")
+        until(lambda: rank.ack_page.uploader_pid, "the uploader")
         os.close(write)
         assert os.read(read, 1) == b"", "the end of the pipe is held by nobody"
         rank.append(End("", 0.0))
@@ -244,14 +244,14 @@ def test_descriptors_of_the_job_are_not_inherited(job: Job, tmp_path: Path) -> N
 def test_the_uploader_loads_only_what_it_needs(job: Job, rank: Rank) -> None:
     supervisor = Supervisor(rank.spool)
     supervisor.start()
-    until(lambda: rank.ledger.uploader_pid, "the uploader")
+    until(lambda: rank.ack_page.uploader_pid, "the uploader")
     maps = Path(f"/proc/{supervisor.pid}/maps").read_text()
     assert not [
         name for name in ("torch", "tensorflow", "pandas", "aiohttp") if f"/{name}/" in maps
     ]
     finish(rank)
     assert supervisor.join(60)
-    assert not alive(rank.ledger.uploader_pid)
+    assert not alive(rank.ack_page.uploader_pid)
     rank.close()
 
 

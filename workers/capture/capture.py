@@ -52,9 +52,9 @@ from smdist.workers.capture.buffer import Buffer, Spot
 from smdist.workers.capture.deferred import Deferred
 from smdist.workers.capture.journal_room import JournalRoomTaken, Records
 from smdist.workers.capture.part_plan import INLINE_BYTES, PartPlan
-from smdist.workers.capture.tensor_access import Host, Wait
+from smdist.workers.capture.tensor_access import CopyHandle, TensorAccess
 from smdist.workers.capture.warmer import Warmer
-from smdist.workers.spool.ack_page import Ledger
+from smdist.workers.spool.ack_page import AckPage
 from smdist.workers.spool.journal import JournalFileFull, JournalWriter
 from smdist.workers.spool.spool import Doorbell, Spool
 
@@ -105,7 +105,7 @@ class _Waiting(NamedTuple):
 
 class Capture(Generic[T]):
     __slots__ = (  # more than a class keeps at hand otherwise
-        "_attended",
+        "_ack_page",
         "_blocked_s",
         "_buffer",
         "_busy",
@@ -119,7 +119,6 @@ class Capture(Generic[T]):
         "_host",
         "_is_open",
         "_journal",
-        "_ledger",
         "_limits",
         "_lock",
         "_owed",
@@ -133,22 +132,23 @@ class Capture(Generic[T]):
         "_stalled_at",
         "_step_bytes",
         "_troubles",
+        "_uploader_alive",
         "_waiting",
         "_warmer",
     )
 
     def __init__(
-        self, spool: Spool, host: Host[T], limits: CaptureLimits, say: Callable[[str], None]
+        self, spool: Spool, host: TensorAccess[T], limits: CaptureLimits, say: Callable[[str], None]
     ) -> None:
         """`say` gives one line to the user; it is called rarely."""
         self._host, self._limits, self._say = host, limits, say
         self._journal = JournalWriter(spool)
-        self._ledger = Ledger(spool.path / "ledger")
+        self._ack_page = AckPage(spool.path / "ack_page")
         self._doorbell = Doorbell(spool)
         self._buffer = Buffer(spool, limits.buffer_bytes, say)
-        self._records = Records(self._journal, self._buffer, self._ledger, self._doorbell)
+        self._records = Records(self._journal, self._buffer, self._ack_page, self._doorbell)
         self._warmer = Warmer(self._buffer)
-        self._deferred = Deferred(lambda error: self.trouble(f"device copy failed: {error}"))
+        self._deferred = Deferred(lambda error: self.record_error(f"device copy failed: {error}"))
         self._lock = threading.RLock()
         self._busy: PartPlan | str | None = None  # what is under way, or was when it was cut off
         self._waiting: dict[int, _Waiting] = {}  # by thread
@@ -165,11 +165,11 @@ class Capture(Generic[T]):
         self._stalled_at = -1  # how far the store had come when a wait for room ran out
         self._troubles: dict[str, int] = {}
         self._ended = False
-        self._attended: Callable[[], bool] = lambda: True
+        self._uploader_alive: Callable[[], bool] = lambda: True
 
-    def attended_by(self, running: Callable[[], bool]) -> None:
+    def set_uploader_alive(self, running: Callable[[], bool]) -> None:
         """`running` tells whether an uploader is at work or will be; if not, no wait is worth it."""
-        self._attended = running
+        self._uploader_alive = running
 
     # -- steps --------------------------------------------------------------------------------
 
@@ -192,7 +192,7 @@ class Capture(Generic[T]):
             self._is_open, self._step_bytes = True, 0
             self._journal.begin(ref.mode.value, ref.mode_step, ref.step)
             self._buffer.retire(self._journal.next_ordinal - 1)
-            self._buffer.reclaim(self._ledger.acked)
+            self._buffer.reclaim(self._ack_page.acked)
             self._busy = None
         return True
 
@@ -214,7 +214,7 @@ class Capture(Generic[T]):
         self._doorbell.ring()
         self._warmer.want(_STEPS_AHEAD * self._step_bytes)
 
-    def spoil(self, ref: StepRef, reason: str) -> None:
+    def mark_incomplete(self, ref: StepRef, reason: str) -> None:
         """Step `ref` must not look complete: some of what was planned for it did not come."""
         with self._lock:
             if not self._ended and self._ready():
@@ -284,7 +284,7 @@ class Capture(Generic[T]):
         if not self._ended:
             self._do(Describe(key, data))
 
-    def trouble(self, message: str) -> None:
+    def record_error(self, message: str) -> None:
         """Note an error of ours; each text is journalled once, however often it comes."""
         message = encodable(message)
         with self._lock:
@@ -330,12 +330,12 @@ class Capture(Generic[T]):
     def drain(
         self, timeout_s: float, progress: Callable[[Usage, str], None] = lambda _u, _t: None
     ) -> bool:
-        """Wait for the uploader; `progress` gets the usage and its trouble a few times a second."""
+        """CopyHandle for the uploader; `progress` gets the usage and its trouble a few times a second."""
         deadline = time.monotonic() + timeout_s
         last_chance = time.monotonic() + _LAST_CHANCE_S
         if not self._deferred.join(timeout_s):
             return False
-        while (behind := self._ledger.acked < self._journal.next_ordinal) or self._records.kept:
+        while (behind := self._ack_page.acked < self._journal.next_ordinal) or self._records.kept:
             now = time.monotonic()
             if behind:
                 last_chance = now + _LAST_CHANCE_S
@@ -347,38 +347,38 @@ class Capture(Generic[T]):
                     self._records.write_kept()
                     self._busy = None
             self._doorbell.ring()
-            progress(self.usage(), self._ledger.trouble)
+            progress(self.usage(), self._ack_page.last_error)
             time.sleep(0.02)
         return True
 
     def usage(self) -> Usage:
-        ledger = self._ledger
+        ack_page = self._ack_page
         return Usage(
             buffer_bytes=self._buffer.used_bytes,
             buffer_limit_bytes=self._buffer.limit_bytes,
             captured_bytes=self._captured_bytes,
             captured_steps=self._captured_steps,
-            stored_bytes=ledger.bytes_stored,
-            stored_steps=ledger.steps_stored,
+            stored_bytes=ack_page.bytes_stored,
+            stored_steps=ack_page.steps_stored,
             dropped_tensors=self._dropped_tensors,
             dropped_bytes=self._dropped_bytes,
             blocked_s=self._blocked_s,
             troubles=sum(self._troubles.values()),
-            pending_records=self._journal.next_ordinal - ledger.acked + self._records.kept,
+            pending_records=self._journal.next_ordinal - ack_page.acked + self._records.kept,
         )
 
     @property
-    def unwritten(self) -> str:
+    def unwritten_reason(self) -> str:
         """Why the journal lacks its last records, empty if it has them all."""
         return self._records.obstacle if self._records.kept else ""
 
     @property
-    def uploader(self) -> int:
+    def uploader_pid(self) -> int:
         """The uploader's process once it has stored something, else 0."""
-        return self._ledger.uploader_pid if self._ledger.acked else 0
+        return self._ack_page.uploader_pid if self._ack_page.acked else 0
 
     @property
-    def interrupted(self) -> bool:
+    def is_reentrant_call(self) -> bool:
         """Whether this thread is at work in here: asked by a signal handler, which has to wait."""
         waiting = self._waiting.get(threading.get_ident())
         within = waiting is not None and _runs(waiting.frame)
@@ -393,7 +393,7 @@ class Capture(Generic[T]):
             self._doorbell.close()
             if warm:
                 self._buffer.close()
-            self._ledger.close()
+            self._ack_page.close()
 
     # -- copying ------------------------------------------------------------------------------
 
@@ -487,7 +487,7 @@ class Capture(Generic[T]):
     ) -> None:
         """On the thread that waits for devices: what was under way is in its place, or never will be."""
         if error is not None:
-            self.trouble(f"device copy failed: {error}")
+            self.record_error(f"device copy failed: {error}")
 
         def append() -> bool | None:
             if error is not None:
@@ -506,7 +506,7 @@ class Capture(Generic[T]):
 
     def _copy(
         self, plan: PartPlan, tensors: Sequence[T], base: int, target: memoryview
-    ) -> tuple[list[Wait], Callable[[], int]]:
+    ) -> tuple[list[CopyHandle], Callable[[], int]]:
         """Raw bytes and statistics to their places; what is left to wait for, and their guard then."""
         host, waits = self._host, []
         targets, sources, sizes = [], [], []
@@ -525,31 +525,31 @@ class Capture(Generic[T]):
             elif size:
                 host.write(tensor, target[offset : offset + size])
         copied = kernel.copy(targets, sources, sizes, base)
-        if plan.measured:
+        if plan.reduced:
             waits += self._measure(plan, tensors, base, target)
             others.append(base)
-            other_sizes.append(len(plan.measured) * plan.stride)
+            other_sizes.append(len(plan.reduced) * plan.stride)
         return waits, lambda: (copied + kernel.guard(others, other_sizes, base)) & 0xFFFFFFFF
 
     def _measure(
         self, plan: PartPlan, tensors: Sequence[T], base: int, target: memoryview
-    ) -> list[Wait]:
+    ) -> list[CopyHandle]:
         host, stride, waits, keep = self._host, plan.stride, [], []
         addresses: list[int] = []
-        for row, index in enumerate(plan.measured):
+        for row, index in enumerate(plan.reduced):
             tensor = tensors[index]
             if host.on_device(tensor):
                 place = target[row * stride : (row + 1) * stride]
                 waits.append(host.start_measure(tensor, plan.columns, place))
                 continue
             address = host.address(tensor)
-            if not address and plan.measured_counts[row]:
+            if not address and plan.reduced_counts[row]:
                 keep.append(host.contiguous(tensor))
                 address = host.address(keep[-1])
             addresses.append(address)
         if not waits:
             measure_into(
-                addresses, plan.measured_counts, plan.measured_dtypes, plan.columns, base, stride
+                addresses, plan.reduced_counts, plan.reduced_dtypes, plan.columns, base, stride
             )
         else:
             self._measure_between(plan, tensors, addresses, base)
@@ -560,9 +560,9 @@ class Capture(Generic[T]):
     ) -> None:
         """Rows of tensors in host memory in a part that also has some on a device."""
         left = iter(addresses)
-        for row, index in enumerate(plan.measured):
+        for row, index in enumerate(plan.reduced):
             if not self._host.on_device(tensors[index]):
-                counts, dtypes = plan.measured_counts[row], plan.measured_dtypes[row]
+                counts, dtypes = plan.reduced_counts[row], plan.reduced_dtypes[row]
                 place = base + row * plan.stride
                 measure_into([next(left)], [counts], [dtypes], plan.columns, place, plan.stride)
 
@@ -580,7 +580,7 @@ class Capture(Generic[T]):
             self._buffer.retire(self._journal.next_ordinal - 1)
             # What the journal has by now counts until it is stored, and not until it grows again.
             self._buffer.mark(self._journal.written, self._journal.next_ordinal)
-            self._buffer.reclaim(self._ledger.acked)
+            self._buffer.reclaim(self._ack_page.acked)
             outcome = save()
         limit = self._buffer.limit_bytes
         if outcome is None and plan.nbytes > limit:
@@ -593,14 +593,14 @@ class Capture(Generic[T]):
         return outcome
 
     def _insist(self, plan: PartPlan, stamp: Stamp, save: Callable[[], bool | None]) -> bool:
-        """Wait for room, and let others at it meanwhile; `save` is tried as an operation of its own."""
+        """CopyHandle for room, and let others at it meanwhile; `save` is tried as an operation of its own."""
         saved = None
         # One such wait is enough: a job must not stand still once more for every tensor.
-        if self._ledger.acked != self._stalled_at:
+        if self._ack_page.acked != self._stalled_at:
             began = time.monotonic()
             saved = self._block(stamp[2], save, began)
             self._blocked_s += time.monotonic() - began
-            self._stalled_at = self._ledger.acked if saved is None else -1
+            self._stalled_at = self._ack_page.acked if saved is None else -1
         if saved is None:
             self._drop(stamp, plan)
         self._waiting.pop(threading.get_ident(), None)
@@ -610,7 +610,7 @@ class Capture(Generic[T]):
         told = False
         self._do(Flush())
         while (waited := time.monotonic() - began) < self._limits.block_timeout_s:
-            if not self._attended():
+            if not self._uploader_alive():
                 return None
             self._doorbell.ring()
             time.sleep(min(0.0005 + waited / 20, 0.02))
@@ -622,7 +622,7 @@ class Capture(Generic[T]):
                 self._say(
                     f"step {step}: training waits for room in the capture buffer "
                     f"({self._buffer.limit_bytes} bytes); "
-                    f"{self._ledger.trouble or 'the uploader is slower than capture'}; "
+                    f"{self._ack_page.last_error or 'the uploader is slower than capture'}; "
                     "raise buffer_bytes, save less often, or pass on_full='drop'"
                 )
         return None
@@ -638,9 +638,9 @@ class Capture(Generic[T]):
 
     def _drop(self, stamp: Stamp, plan: PartPlan) -> None:
         """The wait was in vain."""
-        if self._attended():
+        if self._uploader_alive():
             wait = f"{self._limits.block_timeout_s:.0f} s"
-            reason = f"no room for {wait}; {self._ledger.trouble or 'slow uploader'}"
+            reason = f"no room for {wait}; {self._ack_page.last_error or 'slow uploader'}"
         else:
             reason = "the buffer was full and no uploader is left to empty it"
         self._do(self._dropped(stamp, plan, reason))

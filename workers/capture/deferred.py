@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Optional
 
 from smdist.workers.capture.background_thread import Aside
-from smdist.workers.capture.tensor_access import Wait
+from smdist.workers.capture.tensor_access import CopyHandle
 
 __all__ = ["Deferred"]
 
@@ -23,7 +23,7 @@ Action = Callable[[Optional[Exception]], None]  # noqa: UP045 (3.10)
 
 
 class _Commit(NamedTuple):
-    waits: Sequence[Wait]
+    waits: Sequence[CopyHandle]
     action: Action
     held: int  # the range in the buffer that it is about, -1 for none
 
@@ -38,7 +38,7 @@ class Deferred:
         """The ranges that are still to be written to."""
         return {commit.held for commit in tuple(self.pending)}
 
-    def submit(self, waits: Sequence[Wait], action: Action, held: int = -1) -> None:
+    def submit(self, waits: Sequence[CopyHandle], action: Action, held: int = -1) -> None:
         self.pending.append(_Commit(waits, action, held))
         self._aside.ring()
 
@@ -63,7 +63,7 @@ class Deferred:
                 self.pending.popleft()
 
 
-def _error_of(waits: Sequence[Wait]) -> Exception | None:
+def _error_of(waits: Sequence[CopyHandle]) -> Exception | None:
     try:
         for wait in waits:
             wait()

@@ -15,7 +15,7 @@ from smdist.format.journal_records import Record
 from smdist.workers.capture.buffer import Buffer
 from smdist.workers.capture.part_plan import PartPlan
 from smdist.workers.capture.unwritten import Unwritten
-from smdist.workers.spool.ack_page import Ledger
+from smdist.workers.spool.ack_page import AckPage
 from smdist.workers.spool.journal import JournalFileFull, JournalWriter
 from smdist.workers.spool.spool import Doorbell
 
@@ -31,10 +31,10 @@ class JournalRoomTaken(Exception):
 
 class Records:
     def __init__(
-        self, journal: JournalWriter, buffer: Buffer, ledger: Ledger, doorbell: Doorbell
+        self, journal: JournalWriter, buffer: Buffer, ack_page: AckPage, doorbell: Doorbell
     ) -> None:
         self._journal, self._buffer = journal, buffer
-        self._ledger, self._doorbell = ledger, doorbell
+        self._ack_page, self._doorbell = ack_page, doorbell
         self.kinds: dict[PartPlan, int] = {}  # that the journal's file knows by number
         self._known_in = journal.generation  # which file that is
         most = min(buffer.margin_bytes // 2, _MOST_KEPT)
@@ -80,7 +80,7 @@ class Records:
         if not self._kept:
             self.obstacle = ""
             return True
-        acked, now = self._ledger.acked, time.monotonic()
+        acked, now = self._ack_page.acked, time.monotonic()
         if acked == self._tried[0] and now < self._tried[1]:
             return False
         self._tried = (acked, now + _AGAIN_S)
@@ -122,7 +122,7 @@ class Records:
     def _make_room(self, records: tuple[Record, ...], *, values: bool = False) -> None:
         journal, buffer = self._journal, self._buffer
         need = journal.size_of(records)
-        buffer.reclaim(self._ledger.acked)
+        buffer.reclaim(self._ack_page.acked)
         granted = buffer.grant(need, journal.written, journal.next_ordinal, values=values)
         if granted < need:
             raise JournalRoomTaken(f"the buffer of {buffer.limit_bytes} bytes was full")

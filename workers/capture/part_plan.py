@@ -15,13 +15,13 @@ from smdist.identity import encodable
 from smdist.kernel.tensor_stats import columns_for
 from smdist.planning import TensorPlan
 
-__all__ = ["INLINE_BYTES", "PartPlan", "Wanted", "plan_part"]
+__all__ = ["INLINE_BYTES", "CaptureRequest", "PartPlan", "plan_part"]
 
 INLINE_BYTES = 512  # parts up to this size travel in the journal
 _SMALL, _SMALL_ALIGNMENT, _ALIGNMENT = 4096, 8, 64
 
 
-class Wanted(NamedTuple):
+class CaptureRequest(NamedTuple):
     """A tensor to be captured: as its framework describes it, and as the planner wants it."""
 
     name: str
@@ -36,14 +36,14 @@ class PartPlan:
 
     __slots__ = (
         "columns",
-        "measured",
-        "measured_counts",
-        "measured_dtypes",
         "names",
         "nbytes",
         "raw",
         "raw_offsets",
         "raw_sizes",
+        "reduced",
+        "reduced_counts",
+        "reduced_dtypes",
         "single",
         "stride",
         "tensors",
@@ -57,11 +57,11 @@ class PartPlan:
         self.raw = tuple(i for i, spec in enumerate(tensors) if spec.offset >= 0)
         self.raw_offsets = tuple(tensors[i].offset for i in self.raw)
         self.raw_sizes = tuple(tensors[i].nbytes for i in self.raw)
-        self.measured = tuple(i for i, spec in enumerate(tensors) if spec.row >= 0)
-        self.measured_counts = tuple(
-            tensors[i].nbytes // itemsize(tensors[i].dtype) for i in self.measured
+        self.reduced = tuple(i for i, spec in enumerate(tensors) if spec.row >= 0)
+        self.reduced_counts = tuple(
+            tensors[i].nbytes // itemsize(tensors[i].dtype) for i in self.reduced
         )
-        self.measured_dtypes = tuple(tensors[i].dtype for i in self.measured)
+        self.reduced_dtypes = tuple(tensors[i].dtype for i in self.reduced)
         self.stride = 8 * len(columns)
         # One raw tensor and nothing else, as gradients come.
         self.single = len(tensors) == len(self.raw) == 1 and not columns and nbytes > INLINE_BYTES
@@ -70,7 +70,7 @@ class PartPlan:
         return Declare(kind, self.columns, self.tensors, self.nbytes)
 
 
-def plan_part(wanted: Sequence[Wanted]) -> PartPlan:
+def plan_part(wanted: Sequence[CaptureRequest]) -> PartPlan:
     """Pure: equal wishes give an equal plan. Names that cannot be written are escaped.
 
     Types without statistics (complex numbers) are kept raw where reductions were asked for.

@@ -1,4 +1,4 @@
-"""How a framework's tensors are read. One adapter per framework implements `Host`."""
+"""How a framework's tensors are read. One adapter per framework implements `TensorAccess`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy.typing as npt
 
 from smdist.format.dtypes import dtype_code
 
-__all__ = ["Host", "NumpyHost", "Wait", "stored_order"]
+__all__ = ["CopyHandle", "NumpyAccess", "TensorAccess", "to_little_endian"]
 
 T = TypeVar("T", contravariant=False)
 
-Wait = Callable[[], None]
+CopyHandle = Callable[[], None]
 
 
-class Host(Protocol[T]):
+class TensorAccess(Protocol[T]):
     """Called by `Capture.save` on the thread that captures, in this order for each tensor:
 
     `on_device`; if so `start_copy` / `start_measure`, which return at once with a function that waits
@@ -41,12 +41,14 @@ class Host(Protocol[T]):
         """The same values with an address; kept alive by the caller until read."""
         ...
 
-    def start_copy(self, tensor: T, target: memoryview) -> Wait: ...
+    def start_copy(self, tensor: T, target: memoryview) -> CopyHandle: ...
 
-    def start_measure(self, tensor: T, columns: Sequence[str], target: memoryview) -> Wait: ...
+    def start_measure(
+        self, tensor: T, columns: Sequence[str], target: memoryview
+    ) -> CopyHandle: ...
 
 
-def stored_order(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def to_little_endian(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """The array, its bytes in the order in which they are stored; CaptureError for one of a type
     that cannot be."""
     if array.dtype.byteorder == ">":
@@ -55,7 +57,7 @@ def stored_order(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return array
 
 
-class NumpyHost:
+class NumpyAccess:
     """Arrays; also what `save_tensor` of any framework falls back to."""
 
     def on_device(self, tensor: npt.NDArray[np.generic]) -> bool:
@@ -71,10 +73,10 @@ class NumpyHost:
     def contiguous(self, tensor: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
         return np.ascontiguousarray(tensor).reshape(tensor.shape)
 
-    def start_copy(self, tensor: npt.NDArray[np.generic], target: memoryview) -> Wait:
+    def start_copy(self, tensor: npt.NDArray[np.generic], target: memoryview) -> CopyHandle:
         raise NotImplementedError("arrays are never on a device")
 
     def start_measure(
         self, tensor: npt.NDArray[np.generic], columns: Sequence[str], target: memoryview
-    ) -> Wait:
+    ) -> CopyHandle:
         raise NotImplementedError("arrays are never on a device")

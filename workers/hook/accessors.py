@@ -22,7 +22,7 @@ from smdist.workers.hook.overhead_controller import Thrift
 from smdist.workers.hook.process_settings import Whereabouts
 from smdist.workers.hook.recorder import Recorder
 from smdist.workers.hook.step_clock import StepClock
-from smdist.workers.hook.user_values import Reading, ScriptValues
+from smdist.workers.hook.user_values import ScriptValues, TensorAdapter
 from smdist.workers.spool.logs import logger
 
 __all__ = ["HookParts"]
@@ -55,7 +55,7 @@ class HookParts(Generic[T]):
     def _put_together(
         self,
         config: HookConfig,
-        reading: Reading[T],
+        reading: TensorAdapter[T],
         collection_type: type[Collection],
         where: Whereabouts,
         silent: bool,
@@ -71,7 +71,7 @@ class HookParts(Generic[T]):
         self._clock = StepClock()
         self._mishaps = Mishaps(config.on_error, self._log)
         self._outlet: Outlet[T] = Outlet(
-            config, where, reading.host, self._log, self._mishaps.trouble
+            config, where, reading.access, self._log, self._mishaps.trouble
         )
         self._recorder: Recorder[T] = Recorder(reading.describe)
         self._thrift: Thrift | None = None

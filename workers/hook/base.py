@@ -28,7 +28,7 @@ from smdist.workers.hook.accessors import HookParts
 from smdist.workers.hook.capture_session import Sink
 from smdist.workers.hook.process_settings import Whereabouts
 from smdist.workers.hook.step_clock import AT_ONCE
-from smdist.workers.hook.user_values import Reading
+from smdist.workers.hook.user_values import TensorAdapter
 
 __all__ = ["CLOSE_TIMEOUT_S", "BaseHook"]
 
@@ -47,7 +47,7 @@ class BaseHook(HookParts[T]):
     def _set_up(
         self,
         config: HookConfig,
-        reading: Reading[T],
+        reading: TensorAdapter[T],
         collection_type: type[Collection],
         where: Whereabouts,
         close_timeout_s: float,
@@ -160,7 +160,9 @@ class BaseHook(HookParts[T]):
             if ref != self._recorder.ref and self._planner.next_due(*ref[:2]) == ref.mode_step:
                 sink = self._sink()
                 if sink is not None:
-                    sink.spoil(ref, "an exception interrupted it before its capture had begun")
+                    sink.mark_incomplete(
+                        ref, "an exception interrupted it before its capture had begun"
+                    )
             clock.untold = clock.untold[1:]  # each as it is told: this may be interrupted, too
 
     def _thinned(self, sink: Sink[T]) -> StepPlan | None:
@@ -170,7 +172,7 @@ class BaseHook(HookParts[T]):
         if thrift is None:
             return plan
         capture = self._outlet.capture
-        uploader = 0 if capture is None else capture.uploader
+        uploader = 0 if capture is None else capture.uploader_pid
         kept = thrift.choose(plan, clock.ref, self._planner.period(clock.mode), uploader)
         thrift.tell(sink, self._outlet.session)
         return kept
@@ -181,7 +183,7 @@ class BaseHook(HookParts[T]):
         if sink is None or self._described:
             return sink
         if not self._introduced:
-            self._mishaps.note_with(sink.trouble)
+            self._mishaps.note_with(sink.record_error)
             self._tell_what_saves_nothing()
             self._introduced = True
         infos = tuple(CollectionInfo(**facts) for facts in self._planner.description())
@@ -264,7 +266,7 @@ class BaseHook(HookParts[T]):
     ) -> None:
         if not self._saves():
             return
-        if self._outlet.interrupted:
+        if self._outlet.is_reentrant_call:
             self._log.warning("%s is not saved: a signal handler interrupted another save", name)
             return
         clock = self._clock
@@ -292,7 +294,7 @@ class BaseHook(HookParts[T]):
         if capture is None:
             return True
         if (
-            capture.interrupted
+            capture.is_reentrant_call
         ):  # asked by a signal handler: what it interrupted cannot be waited for
             return False
         capture.flush()
@@ -333,7 +335,7 @@ class BaseHook(HookParts[T]):
     def _end(self, reason: str, timeout: float | None = None) -> None:
         if not self._active and not self._outlet.is_open:  # open: the end was interrupted
             return
-        if self._outlet.interrupted:
+        if self._outlet.is_reentrant_call:
             self._postponed, self._clock.due = (reason, timeout), AT_ONCE
             return
         if self._postponed is not None:

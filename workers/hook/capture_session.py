@@ -32,7 +32,7 @@ from smdist.storage import Store, check_writable, is_remote, open_store, pinned
 from smdist.storage import loop_thread as sync
 from smdist.workers.capture.capture import Capture, CaptureLimits, Usage
 from smdist.workers.capture.part_plan import PartPlan
-from smdist.workers.capture.tensor_access import Host
+from smdist.workers.capture.tensor_access import TensorAccess
 from smdist.workers.hook.buffer_location import (
     Placement,
     check_spool,
@@ -64,10 +64,10 @@ class Sink(Protocol[T_contra]):
 
     def begin(self, ref: StepRef, *, planned: bool = True) -> bool: ...
     def save(self, plan: PartPlan, tensors: Sequence[T_contra]) -> bool: ...
-    def spoil(self, ref: StepRef, reason: str) -> None: ...
+    def mark_incomplete(self, ref: StepRef, reason: str) -> None: ...
     def close_step(self) -> None: ...
     def describe(self, key: str, data: bytes) -> None: ...
-    def trouble(self, message: str) -> None: ...
+    def record_error(self, message: str) -> None: ...
 
 
 class DrySink(Generic[T]):
@@ -85,7 +85,7 @@ class DrySink(Generic[T]):
         self.nbytes += plan.nbytes
         return True
 
-    def spoil(self, ref: StepRef, reason: str) -> None:
+    def mark_incomplete(self, ref: StepRef, reason: str) -> None:
         pass
 
     def close_step(self) -> None:
@@ -94,7 +94,7 @@ class DrySink(Generic[T]):
     def describe(self, key: str, data: bytes) -> None:
         pass
 
-    def trouble(self, message: str) -> None:
+    def record_error(self, message: str) -> None:
         pass
 
 
@@ -107,13 +107,13 @@ class Outlet(Generic[T]):
         self,
         config: HookConfig,
         where: Whereabouts,
-        host: Host[T],
+        access: TensorAccess[T],
         log: logging.Logger,
         trouble: Callable[[str], None],
     ) -> None:
         """`trouble` is told what the uploader's watcher has to report, on a thread of its own."""
         self._trouble = trouble
-        self._config, self._where, self._host, self._log = config, where, host, log
+        self._config, self._where, self._access, self._log = config, where, access, log
         self._state: Literal["waiting", "nowhere", "open", "closed"] = "waiting"
         self._identity: Identity | None = None
         self._sink: Sink[T] | None = None
@@ -174,9 +174,9 @@ class Outlet(Generic[T]):
         return self._capture
 
     @property
-    def interrupted(self) -> bool:
+    def is_reentrant_call(self) -> bool:
         """Whether who asks is a signal handler in the middle of a save of this very thread."""
-        return self._capture is not None and self._capture.interrupted
+        return self._capture is not None and self._capture.is_reentrant_call
 
     def check(self) -> None:
         """Raise now, leaving nothing behind, what `open` would raise of the places that were given."""
@@ -270,9 +270,9 @@ class Outlet(Generic[T]):
         # sends it enters the run for this rank, and others wait for it: so there is room before.
         self._making = Spool.at(info, place.root, place.overflow)
         with Spool.made(info, place.root, place.overflow) as spool:
-            capture = Capture(spool, self._host, limits, self._say)
+            capture = Capture(spool, self._access, limits, self._say)
         supervisor = Supervisor(spool, trouble=self._trouble)
-        capture.attended_by(lambda: supervisor.running)
+        capture.set_uploader_alive(lambda: supervisor.running)
         # No call from here on: the session has begun, or it has not.
         self.session, self._spool, self._supervisor = info.session, spool.path, supervisor
         self._sink = self._capture = capture
@@ -344,7 +344,7 @@ class Outlet(Generic[T]):
         self._state, self._sink, self._capture = "closed", None, None
         try:
             drained, trouble = self._drain(capture, supervisor, timeout_s)
-            usage, unwritten = capture.usage(), capture.unwritten
+            usage, unwritten = capture.usage(), capture.unwritten_reason
         finally:
             capture.close()
         if unwritten:

@@ -22,7 +22,7 @@ from typing import Generic, TypeVar
 
 from smdist.identity import StepRef
 from smdist.planning import StepPlan, TensorPlan
-from smdist.workers.capture.part_plan import PartPlan, Wanted, plan_part
+from smdist.workers.capture.part_plan import CaptureRequest, PartPlan, plan_part
 from smdist.workers.hook.capture_session import Sink
 
 __all__ = ["Describe", "Recorder"]
@@ -34,8 +34,8 @@ _MOST_PARTS, _MOST_GROUPS = 8192, 64
 _CALL_S = 15e-6  # on the way from the framework to `put`, with cold caches
 _BEGINNING = "an exception interrupted the beginning of its capture"
 
-Facts = tuple[str, tuple[int, ...], int]  # element type, shape, bytes
-Describe = Callable[[T], Facts]
+TensorMeta = tuple[str, tuple[int, ...], int]  # element type, shape, bytes
+Describe = Callable[[T], TensorMeta]
 
 
 class Recorder(Generic[T]):
@@ -53,7 +53,7 @@ class Recorder(Generic[T]):
         self._chosen: dict[
             tuple[StepPlan, tuple[str, ...]], tuple[tuple[int, TensorPlan], ...]
         ] = {}
-        self._groups: dict[tuple[StepPlan, tuple[str, ...], tuple[Facts, ...]], PartPlan] = {}
+        self._groups: dict[tuple[StepPlan, tuple[str, ...], tuple[TensorMeta, ...]], PartPlan] = {}
 
     @property
     def recording(self) -> bool:
@@ -97,7 +97,7 @@ class Recorder(Generic[T]):
 
     def _tell_if_cut(self) -> None:
         if self.cut and self._sink is not None and self.ref is not None:
-            self._sink.spoil(self.ref, self.cut)
+            self._sink.mark_incomplete(self.ref, self.cut)
         self.cut = ""
 
     def abandon(self) -> None:
@@ -139,7 +139,7 @@ class Recorder(Generic[T]):
         if part is None:
             if len(self._parts) >= _MOST_PARTS:
                 self._parts.clear()
-            part = self._parts[key] = plan_part([Wanted(name, code, shape, nbytes, plan)])
+            part = self._parts[key] = plan_part([CaptureRequest(name, code, shape, nbytes, plan)])
         return part
 
     def offer_many(
@@ -166,7 +166,7 @@ class Recorder(Generic[T]):
                 self._groups.clear()
             part = self._groups[key] = plan_part(
                 [
-                    Wanted(names[i], *facts, wanted)
+                    CaptureRequest(names[i], *facts, wanted)
                     for (i, wanted), facts in zip(chosen, described, strict=True)
                 ]
             )

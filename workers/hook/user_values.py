@@ -18,22 +18,22 @@ from typing import Generic, NamedTuple, TypeVar
 
 from smdist.identity import ModeKeys, StepRef, encodable
 from smdist.planning import Planner, TensorPlan
-from smdist.workers.capture.tensor_access import Host
+from smdist.workers.capture.tensor_access import TensorAccess
 from smdist.workers.hook.capture_session import Sink
-from smdist.workers.hook.recorder import Facts, Recorder
+from smdist.workers.hook.recorder import Recorder, TensorMeta
 from smdist.workers.hook.step_clock import AT_ONCE, StepClock
 
-__all__ = ["Reading", "ScriptValues"]
+__all__ = ["ScriptValues", "TensorAdapter"]
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Reading(Generic[T]):
+class TensorAdapter(Generic[T]):
     """How a framework's tensors are read."""
 
-    host: Host[T]
-    describe: Callable[[T], Facts]
+    access: TensorAccess[T]
+    describe: Callable[[T], TensorMeta]
     value: Callable[[object], T]  # of what a script hands over; raises what it cannot take
     copy: Callable[[T], T]
 
@@ -56,7 +56,7 @@ class _Last(NamedTuple):
 class ScriptValues(Generic[T]):
     def __init__(
         self,
-        reading: Reading[T],
+        reading: TensorAdapter[T],
         clock: StepClock,
         planner: Planner,
         recorder: Recorder[T],

@@ -207,7 +207,7 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
         for replica in others:
             where = Whereabouts(first + replica, world, self._where.attempt, self._where.spool_dir)
             read = reading()
-            outlet = Outlet(self._config, where, read.host, self._log, self._mishaps.trouble)
+            outlet = Outlet(self._config, where, read.access, self._log, self._mishaps.trouble)
             recorder = Recorder(read.describe)
             lanes.others.append(Lane(replica, outlet, recorder, self._collections))
 
@@ -273,7 +273,7 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
         self._recording.uninstall()
 
     def flush(self, timeout: float | None = None) -> bool:
-        if self._outlet.interrupted or self._recording.lanes.interrupted:
+        if self._outlet.is_reentrant_call or self._recording.lanes.is_reentrant_call:
             return False
         done = super().flush(timeout)
         limit = self._close_timeout_s if timeout is None else timeout
@@ -288,7 +288,9 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
         super().after_fork()
 
     def _end(self, reason: str, timeout: float | None = None) -> None:
-        if self._recording.lanes.interrupted:  # none of them can be closed within its own save
+        if (
+            self._recording.lanes.is_reentrant_call
+        ):  # none of them can be closed within its own save
             self._postponed, self._clock.due = (reason, timeout), AT_ONCE
         elif self._active or self._outlet.is_open:
             super()._end(reason, timeout)

@@ -56,9 +56,9 @@ class Lanes:
         self.others: list[Lane] = []
 
     @property
-    def interrupted(self) -> bool:
+    def is_reentrant_call(self) -> bool:
         """Whether who asks is a signal handler in the middle of a save of another than the first."""
-        return any(lane.outlet.interrupted for lane in self.others)
+        return any(lane.outlet.is_reentrant_call for lane in self.others)
 
     def begin(self) -> None:
         ref, plan = self.first.ref, self.first.plan

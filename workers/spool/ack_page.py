@@ -12,14 +12,14 @@ from pathlib import Path
 
 from smdist.workers.spool.private_files import open_file
 
-__all__ = ["Ledger"]
+__all__ = ["AckPage"]
 
 _PAGE = 4096
 _TEXT = 1024  # offset of the trouble text
 _ACKED, _BYTES, _STEPS, _UPLOADER, _TROUBLE_LENGTH = range(5)
 
 
-class Ledger:
+class AckPage:
     def __init__(self, path: Path) -> None:
         descriptor = open_file(path, os.O_RDWR | os.O_CREAT)
         try:
@@ -62,13 +62,13 @@ class Ledger:
         self._words[_UPLOADER] = pid
 
     @property
-    def trouble(self) -> str:
+    def last_error(self) -> str:
         """What holds the uploader up right now, empty when nothing does."""
         length = min(self._words[_TROUBLE_LENGTH], _PAGE - _TEXT)
         return bytes(self._map[_TEXT : _TEXT + length]).decode("utf-8", "replace")
 
-    @trouble.setter
-    def trouble(self, text: str) -> None:
+    @last_error.setter
+    def last_error(self, text: str) -> None:
         data = text.encode()[: _PAGE - _TEXT]
         self._words[_TROUBLE_LENGTH] = 0
         self._map[_TEXT : _TEXT + len(data)] = data

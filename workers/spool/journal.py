@@ -343,7 +343,7 @@ class JournalReader:
 
     def _first_of(self, index: int) -> int | None:
         try:
-            with self._spool.reading(_file_name(index)) as handle:
+            with self._spool.open_for_reading(_file_name(index)) as handle:
                 header = handle.read(_HEADER.size)
         except NotPrivate:
             raise
@@ -360,7 +360,7 @@ class JournalReader:
             return False
         if self._map is not None:
             self._map.close()
-        with self._spool.reading(_file_name(index)) as handle:
+        with self._spool.open_for_reading(_file_name(index)) as handle:
             self._map = mmap.mmap(handle.fileno(), 0, prot=mmap.PROT_READ)
         self._firsts[index] = first
         self._index, self._at, self._ordinal = index, _HEADER.size, first

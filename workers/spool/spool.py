@@ -4,7 +4,7 @@
         spool.json       SpoolInfo: all an uploader needs to go on, whoever starts it
         arena-0          captured bytes                    (workers/capture/arena.py)
         journal-000000   what was captured, in order       (workers/spool/journal.py)
-        ledger           what is safely in the store       (workers/spool/ack_page.py)
+        ack_page           what is safely in the store       (workers/spool/ack_page.py)
         doorbell         a FIFO: "look at the journal"
         lock             held by its maker, then by the one uploader
 
@@ -68,7 +68,7 @@ _MOST_TRIES = 1000  # against others that remove what is empty: each takes micro
 _OVERFLOW = "-overflow"
 _INFO, _NEW, _LOCK, _BELL = "spool.json", "spool.new", "lock", "doorbell"
 _PART = re.compile(
-    r"spool\.new|lock|doorbell|ledger|uploader\.log|(arena|journal)-\d+|\.nfs[0-9a-f]+"
+    r"spool\.new|lock|doorbell|ack_page|uploader\.log|(arena|journal)-\d+|\.nfs[0-9a-f]+"
 )
 
 
@@ -234,7 +234,7 @@ class Spool:
             _write_new(self.path, msgspec.structs.replace(_read_info(self.path, _INFO), **facts))
             _publish(self.path)
 
-    def elders(self) -> list[Spool]:
+    def earlier_spools(self) -> list[Spool]:
         """Of the same rank and place and from before this one, with nobody in the run for them yet."""
         found = []
         begins = f"{self.info.run.run_id}-{worker_name(self.info.session.rank)}-"
@@ -268,7 +268,7 @@ class Spool:
         """Of the files in all places."""
         return [name for place in self.places for name in check_files(place, pipe=_BELL)]
 
-    def reading(self, name: str) -> BinaryIO:
+    def open_for_reading(self, name: str) -> BinaryIO:
         """Open a file of the spool, wherever it is."""
         for place in self.places:
             with contextlib.suppress(FileNotFoundError):

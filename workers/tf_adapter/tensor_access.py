@@ -1,5 +1,5 @@
 """How TensorFlow's tensors and variables are read: as arrays, without a copy where they lie in host
-memory. What holds for arrays (`NumpyHost`) then holds for them.
+memory. What holds for arrays (`NumpyAccess`) then holds for them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from smdist.errors import CaptureError
 from smdist.format.dtypes import dtype_code
-from smdist.workers.capture.tensor_access import NumpyHost, stored_order
-from smdist.workers.hook.user_values import Reading
+from smdist.workers.capture.tensor_access import NumpyAccess, to_little_endian
+from smdist.workers.hook.user_values import TensorAdapter
 
 __all__ = [
     "Array",
@@ -50,7 +50,7 @@ def array_of(value: Any) -> Array:
             raise CaptureError(f"{type(value).__name__} has no values here: {error}") from error
     else:
         array = np.asarray(value)
-    return stored_order(array)
+    return to_little_endian(array)
 
 
 def is_layer(value: Any) -> bool:
@@ -89,8 +89,8 @@ def _describe(value: Array) -> tuple[str, tuple[int, ...], int]:
     return dtype_code(value.dtype), value.shape, value.nbytes
 
 
-def reading() -> Reading[Array]:
-    return Reading(NumpyHost(), _describe, array_of, _copy)
+def reading() -> TensorAdapter[Array]:
+    return TensorAdapter(NumpyAccess(), _describe, array_of, _copy)
 
 
 _KERAS_3 = hasattr(tf.keras, "Variable")

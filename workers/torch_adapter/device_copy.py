@@ -20,7 +20,7 @@ import torch
 
 from smdist.format.dtypes import decode
 from smdist.kernel.tensor_stats import COLUMNS, measure
-from smdist.workers.capture.tensor_access import Wait
+from smdist.workers.capture.tensor_access import CopyHandle
 
 __all__ = ["DeviceReader"]
 
@@ -31,13 +31,13 @@ class DeviceReader:
     def __init__(self) -> None:
         self._streams: dict[torch.device, Any] = {}
 
-    def start_copy(self, tensor: torch.Tensor, target: memoryview) -> Wait:
+    def start_copy(self, tensor: torch.Tensor, target: memoryview) -> CopyHandle:
         arrived = self._send(tensor)
         return lambda: _put(arrived(), target)
 
     def start_measure(
         self, tensor: torch.Tensor, columns: Sequence[str], target: memoryview
-    ) -> Wait:
+    ) -> CopyHandle:
         plain = tuple(columns) == COLUMNS and not tensor.is_complex() and tensor.numel() > 0
         if plain:
             with torch.no_grad():

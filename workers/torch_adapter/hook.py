@@ -27,14 +27,14 @@ from smdist.config.readers import number, text
 from smdist.config.reduction_config import ReductionConfig
 from smdist.config.save_config import SaveConfig
 from smdist.errors import ConfigurationError
-from smdist.workers.capture.tensor_access import stored_order
+from smdist.workers.capture.tensor_access import to_little_endian
 from smdist.workers.hook.base import CLOSE_TIMEOUT_S, BaseHook
 from smdist.workers.hook.process_settings import Whereabouts
 from smdist.workers.hook.step_clock import StepOn
-from smdist.workers.hook.user_values import Reading
+from smdist.workers.hook.user_values import TensorAdapter
 from smdist.workers.torch_adapter.collection import Collection
 from smdist.workers.torch_adapter.recording import Recording
-from smdist.workers.torch_adapter.tensor_access import TorchHost, Value, describe, readable
+from smdist.workers.torch_adapter.tensor_access import TorchAccess, Value, describe, readable
 
 __all__ = ["Hook"]
 
@@ -111,7 +111,7 @@ class Hook(BaseHook[Value]):
     def _build(
         self, config: HookConfig, where: Whereabouts, close_timeout_s: float, silent: bool = False
     ) -> None:
-        reading: Reading[Value] = Reading(TorchHost(), describe, _value, _copy)
+        reading: TensorAdapter[Value] = TensorAdapter(TorchAccess(), describe, _value, _copy)
         self._set_up(config, reading, Collection, where, close_timeout_s, silent)
         self._recording = Recording(
             self._clock,
@@ -208,7 +208,7 @@ def _silent(kind: type[Hook], out_dir: str) -> Hook:
 def _value(given: object) -> Value:
     if isinstance(given, torch.Tensor):
         return readable(given)
-    return stored_order(np.asarray(given))
+    return to_little_endian(np.asarray(given))
 
 
 def _copy(value: Value) -> Value:

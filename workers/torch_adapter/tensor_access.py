@@ -10,12 +10,12 @@ import torch
 
 from smdist.errors import CaptureError
 from smdist.format.dtypes import dtype_code
-from smdist.workers.capture.tensor_access import NumpyHost, Wait
+from smdist.workers.capture.tensor_access import CopyHandle, NumpyAccess
 
 if TYPE_CHECKING:
     from smdist.workers.torch_adapter.device_copy import DeviceReader
 
-__all__ = ["TorchHost", "Value", "describe", "readable"]
+__all__ = ["TorchAccess", "Value", "describe", "readable"]
 
 Value = Union[torch.Tensor, npt.NDArray[Any]]  # noqa: UP007 (3.10)
 
@@ -102,11 +102,11 @@ def describe(value: Value) -> tuple[str, tuple[int, ...], int]:
     return dtype_code(value.dtype), value.shape, value.nbytes
 
 
-class TorchHost:
-    """Tensors that `readable` let pass, and arrays. The contract is `Host`."""
+class TorchAccess:
+    """Tensors that `readable` let pass, and arrays. The contract is `TensorAccess`."""
 
     def __init__(self) -> None:
-        self._arrays = NumpyHost()
+        self._arrays = NumpyAccess()
         self._device: DeviceReader | None = None
 
     def on_device(self, tensor: Value) -> bool:
@@ -141,11 +141,13 @@ class TorchHost:
             return tensor.contiguous()
         return tensor.view(bits).contiguous().view(tensor.dtype)
 
-    def start_copy(self, tensor: Value, target: memoryview) -> Wait:
+    def start_copy(self, tensor: Value, target: memoryview) -> CopyHandle:
         assert isinstance(tensor, torch.Tensor)
         return self._reader().start_copy(tensor, target)
 
-    def start_measure(self, tensor: Value, columns: Sequence[str], target: memoryview) -> Wait:
+    def start_measure(
+        self, tensor: Value, columns: Sequence[str], target: memoryview
+    ) -> CopyHandle:
         assert isinstance(tensor, torch.Tensor)
         return self._reader().start_measure(tensor, columns, target)
 

@@ -39,7 +39,7 @@ class Arenas:
         """Those bytes, not copied; the training process reuses them once they are acknowledged."""
         mapped = self._maps.get(arena)
         if mapped is None:
-            with self._spool.reading(f"arena-{arena}") as handle:
+            with self._spool.open_for_reading(f"arena-{arena}") as handle:
                 mapped = mmap.mmap(handle.fileno(), 0, prot=mmap.PROT_READ)
             self._maps[arena] = mapped
         if not 0 <= offset <= offset + nbytes <= len(mapped):

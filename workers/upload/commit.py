@@ -1,7 +1,7 @@
 """Into the store, batch by batch: layouts, segment, what was described, then the manifest.
 
 The manifest is the commit point. Batches may be put side by side, their manifests only one after
-the other, and a batch is acknowledged in the ledger after its manifest. So whenever the uploader
+the other, and a batch is acknowledged in the acknowledgement page after its manifest. So whenever the uploader
 is killed, the store holds the manifests of batches 0..n and perhaps objects that no manifest
 names; the next uploader asks the store (`resume_point`), removes those, and goes on behind n.
 
@@ -39,7 +39,7 @@ from smdist.format.segment import with_open
 from smdist.format.stored_json import decode, encode, read
 from smdist.identity import worker_name
 from smdist.storage.store import Buffer, Store
-from smdist.workers.spool.ack_page import Ledger
+from smdist.workers.spool.ack_page import AckPage
 from smdist.workers.spool.spool import UNKNOWN_ATTEMPT
 from smdist.workers.upload.batch import Batch
 from smdist.workers.upload.manifest_spans import take_back
@@ -160,7 +160,7 @@ class Committer:
         self,
         store: Store,
         session: Session,
-        ledger: Ledger,
+        ack_page: AckPage,
         patience: Patience,
         start: ResumePoint,
         attach_bytes: int = 0,
@@ -184,7 +184,7 @@ class Committer:
         self.store, self._session = store, session
         self._attach_bytes = attach_bytes
         self.last_commit_at = float("-inf")  # monotonic
-        self._ledger, self._patience = ledger, patience
+        self._ack_page, self._patience = ack_page, patience
         self._worker = worker_name(session.rank)
         self.seq = start.seq
         self._layouts: set[str] = set()  # in the store, or on their way in an earlier batch
@@ -264,8 +264,8 @@ class Committer:
             await self._put(batch.segment.key, batch.segment.chunks)
         self._note(manifest)
         closed = sum(entry.closed for entry in batch.segment.entries)
-        self._ledger.add_stored(batch.news.nbytes, closed)
-        self._ledger.acked = batch.news.upto
+        self._ack_page.add_stored(batch.news.nbytes, closed)
+        self._ack_page.acked = batch.news.upto
         self.last_commit_at = time.monotonic()
         if self._succeeds:
             await self._settle(manifest)

@@ -12,7 +12,7 @@ from smdist.format.manifest import RUN_KEY
 from smdist.processes import alive
 from smdist.storage.store import Store
 from smdist.workers.join.enrol import enter
-from smdist.workers.spool.ack_page import Ledger
+from smdist.workers.spool.ack_page import AckPage
 from smdist.workers.spool.spool import Spool
 from smdist.workers.upload.retry import Patience
 from smdist.workers.upload.run_guard import Place, Refused
@@ -72,18 +72,18 @@ async def _let_elders_pass(store: Store, spool: Spool) -> None:
 
 
 def _elders(spool: Spool) -> bool:
-    return any(_attended(elder) for elder in spool.elders())
+    return any(_has_live_uploader(earlier) for earlier in spool.earlier_spools())
 
 
-def _attended(spool: Spool) -> bool:
+def _has_live_uploader(spool: Spool) -> bool:
     """Whether an uploader works on it, or will soon."""
     try:
-        ledger = Ledger(spool.path / "ledger")
+        ack_page = AckPage(spool.path / "ack_page")
     except OSError:  # it is gone
         return False
     try:
-        uploader = ledger.uploader_pid
+        uploader = ack_page.uploader_pid
     finally:
-        ledger.close()
+        ack_page.close()
     trainer = spool.info.trainer_pid, spool.info.trainer_start
     return bool(uploader and alive(uploader)) or alive(*trainer)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import smdist
-from smdist.workers.spool.ack_page import Ledger
+from smdist.workers.spool.ack_page import AckPage
 from smdist.workers.spool.spool import Spool
 
 __all__ = ["LEFT_BEHIND", "REFUSED", "Supervisor", "uploader_command"]
@@ -186,24 +186,24 @@ class Supervisor:
 
     def _acked(self) -> int:
         try:
-            ledger = Ledger(self._spool.path / "ledger")
+            ack_page = AckPage(self._spool.path / "ack_page")
         except OSError:
             return 0
         try:
-            return ledger.acked
+            return ack_page.acked
         finally:
-            ledger.close()
+            ack_page.close()
 
     def _word(self) -> str:
         """What the uploader left to be told."""
         try:
-            ledger = Ledger(self._spool.path / "ledger")
+            ack_page = AckPage(self._spool.path / "ack_page")
         except OSError:
             return ""
         try:
-            return ledger.trouble
+            return ack_page.last_error
         finally:
-            ledger.close()
+            ack_page.close()
 
     def _spawn(self) -> int:
         """Its process number, 0 when it could not be started."""

@@ -24,7 +24,7 @@ from smdist.format.manifest import RankState
 from smdist.identity import worker_name
 from smdist.processes import alive
 from smdist.workers.join.launcher_identity import machine
-from smdist.workers.spool.ack_page import Ledger
+from smdist.workers.spool.ack_page import AckPage
 from smdist.workers.spool.journal import JournalReader
 from smdist.workers.spool.private_files import list_folders, private_root
 from smdist.workers.spool.spool import Spool
@@ -72,12 +72,12 @@ def find_spools(
 
 
 def pending_bytes(spool: Spool) -> int:
-    """How many captured bytes are not in the store, by what the ledger says."""
-    ledger = Ledger(spool.path / "ledger")
+    """How many captured bytes are not in the store, by what the acknowledgement page says."""
+    ack_page = AckPage(spool.path / "ack_page")
     try:
-        return captured_bytes(spool, ledger.acked)
+        return captured_bytes(spool, ack_page.acked)
     finally:
-        ledger.close()
+        ack_page.close()
 
 
 def recover(

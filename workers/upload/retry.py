@@ -1,6 +1,6 @@
 """How the uploader bears a store that refuses: it tries again, tells, and loses nothing.
 
-`insist` repeats one operation with growing, jittered pauses until it succeeds. Meanwhile the ledger
+`insist` repeats one operation with growing, jittered pauses until it succeeds. Meanwhile the acknowledgement page
 says what is wrong and since when (the hook shows it), and the user gets one line at once and
 another one rarely. Once the training process is gone, it ends when nothing has succeeded for as long
 as `give_up_after` says: GaveUp. A drain that goes on, however slowly, is never given up.
@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from typing import NamedTuple, TypeVar
 
 from smdist.errors import CaptureError
-from smdist.workers.spool.ack_page import Ledger
+from smdist.workers.spool.ack_page import AckPage
 
 __all__ = ["Conflict", "GaveUp", "Patience", "readable_bytes"]
 
@@ -43,9 +43,9 @@ class Patience:
     """Used on one event loop."""
 
     def __init__(
-        self, ledger: Ledger, say: Callable[[str], None], pending_bytes: Callable[[], int]
+        self, ack_page: AckPage, say: Callable[[str], None], pending_bytes: Callable[[], int]
     ) -> None:
-        self._ledger, self._say, self._pending_bytes = ledger, say, pending_bytes
+        self._ack_page, self._say, self._pending_bytes = ack_page, say, pending_bytes
         self._failing: dict[object, _Failing] = {}  # by operation; what fails longest is first
         self._said_at, self._times_said = 0.0, 0
         self._limit_s: float | None = None
@@ -109,7 +109,7 @@ class Patience:
 
     async def _pause(self, pause_s: float) -> None:
         if self.over:
-            raise GaveUp(self._ledger.trouble)
+            raise GaveUp(self._ack_page.last_error)
         await asyncio.sleep(min(pause_s, max(self._deadline - time.monotonic(), 0.0)))
 
     def failed(self, token: object, what: str, error: Exception, *, tell: bool = True) -> None:
@@ -126,7 +126,7 @@ class Patience:
             self._times_said, self._said_at = self._times_said + 1, now
             nbytes = self._pending_bytes()
             waiting = f"{readable_bytes(nbytes)} wait, " if nbytes else ""
-            self._say(f"{self._ledger.trouble}. It is tried again; {waiting}nothing is lost")
+            self._say(f"{self._ack_page.last_error}. It is tried again; {waiting}nothing is lost")
 
     def succeeded(self, token: object) -> None:
         if self._failing.pop(token, None) is None:
@@ -138,9 +138,9 @@ class Patience:
             self._times_said = 0
 
     def _show(self) -> None:
-        """In the ledger, what holds the drain up; a courtesy that fails holds nothing up."""
+        """In the acknowledgement page, what holds the drain up; a courtesy that fails holds nothing up."""
         failing = sorted(self._failing.values(), key=lambda each: not each.serious)
-        self._ledger.trouble = failing[0].text if failing else ""
+        self._ack_page.last_error = failing[0].text if failing else ""
 
 
 def readable_bytes(nbytes: float) -> str:

@@ -7,7 +7,7 @@ It wakes when the doorbell rings, when a batch is old enough, when one has been 
 the training process dies. It ends after `End`, or after that death, once everything is stored; the
 last one of a run merges it then (workers/upload/final_merge.py). Exit
 codes: 0 (the spool is gone then), LEFT_BEHIND (the store stayed closed), REFUSED (this rank has no
-part in the run that is there; the ledger says why), others are accidents.
+part in the run that is there; the acknowledgement page says why), others are accidents.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from smdist.identity import printable, worker_name
 from smdist.processes import alive, stopped, watching
 from smdist.storage import open_store
 from smdist.storage.store import Store
-from smdist.workers.spool.ack_page import Ledger
+from smdist.workers.spool.ack_page import AckPage
 from smdist.workers.spool.journal import JournalReader
 from smdist.workers.spool.private_files import open_file
 from smdist.workers.spool.spool import Doorbell, Spool
@@ -102,11 +102,11 @@ class Uploader:
 
     def _begin(self) -> None:
         """A life: everything that is known of the store is still to be learnt."""
-        self._ledger = Ledger(self._spool.path / "ledger")
+        self._ack_page = AckPage(self._spool.path / "ack_page")
         self._place: Place | None = None
         self._intake = Intake(self._info)
         self._arenas = Arenas(self._spool)
-        self._patience = Patience(self._ledger, self._say, self._pending_bytes)
+        self._patience = Patience(self._ack_page, self._say, self._pending_bytes)
         self._wake = asyncio.Event()
         self._gone = asyncio.Event()  # the training process
         self._stopping = asyncio.Event()
@@ -158,9 +158,9 @@ class Uploader:
         afterwards: contextlib.AsyncExitStack,
         trainer_gone: bool,
     ) -> tuple[Store, Ending]:
-        stack.callback(self._ledger.close)
-        succeeds = self._ledger.uploader_pid != 0
-        self._ledger.uploader_pid = os.getpid()
+        stack.callback(self._ack_page.close)
+        succeeds = self._ack_page.uploader_pid != 0
+        self._ack_page.uploader_pid = os.getpid()
         if trainer_gone:
             self._gone.set()
         else:
@@ -189,7 +189,7 @@ class Uploader:
             ending = Ending(start.last.state, start.last.reason)
         await self._summarise(store, start)
         await sweep_dangling(store, self._info.session, self._patience)
-        self._ledger.trouble, self._ledger.uploader_pid = "", 0
+        self._ack_page.last_error, self._ack_page.uploader_pid = "", 0
         return store, ending
 
     async def _enter(self, store: Store) -> None:
@@ -205,7 +205,7 @@ class Uploader:
 
     async def _heed_end(self) -> None:
         """That the hook is closed counts, also while the run is not entered and nothing is read."""
-        journal, ended = JournalReader(self._spool, self._ledger.acked), False
+        journal, ended = JournalReader(self._spool, self._ack_page.acked), False
         try:
             while not ended:
                 pieces = journal.read(1000)
@@ -245,7 +245,7 @@ class Uploader:
         committer = self._committer = Committer(
             store,
             self._info.session,
-            self._ledger,
+            self._ack_page,
             self._patience,
             start,
             self._options.attach_bytes,
@@ -259,7 +259,7 @@ class Uploader:
         self, committer: Committer, start: ResumePoint, stack: contextlib.AsyncExitStack
     ) -> Ending:
         self._catch_up(start)
-        upto = self._ledger.acked
+        upto = self._ack_page.acked
         journal = JournalReader(self._spool, upto)
         stack.callback(journal.close)
         doorbell = Doorbell(self._spool)
@@ -269,12 +269,12 @@ class Uploader:
         return await self._loop(journal, doorbell, committer, upto)
 
     def _catch_up(self, start: ResumePoint) -> None:
-        """The uploader before us may have been killed between its manifest and the ledger."""
-        ledger = self._ledger
-        if start.last is not None and start.upto > ledger.acked:
-            nbytes = captured_bytes(self._spool, ledger.acked, start.upto)
-            ledger.add_stored(nbytes, sum(entry.closed for entry in start.last.steps))
-        ledger.acked = max(start.upto, ledger.acked)
+        """The uploader before us may have been killed between its manifest and the acknowledgement page."""
+        ack_page = self._ack_page
+        if start.last is not None and start.upto > ack_page.acked:
+            nbytes = captured_bytes(self._spool, ack_page.acked, start.upto)
+            ack_page.add_stored(nbytes, sum(entry.closed for entry in start.last.steps))
+        ack_page.acked = max(start.upto, ack_page.acked)
 
     async def _summarise(self, store: Store, start: ResumePoint) -> None:
         """Leave readers one object instead of many. They can do without."""
@@ -391,7 +391,7 @@ class Uploader:
         if isinstance(store, HasParts):
             self._patience.moved(store.parts_stored)
         if self._patience.over:
-            raise GaveUp(self._ledger.trouble or self._silence())
+            raise GaveUp(self._ack_page.last_error or self._silence())
         wait_s = _LOOK_S if wake_at is None else min(wake_at - time.monotonic(), _LOOK_S)
         loop = asyncio.get_running_loop()
         loop.add_reader(doorbell, self._wake.set)
@@ -517,9 +517,9 @@ def _work(spool: Spool) -> int:
 
 
 def _leave_word(spool: Spool, message: str) -> None:
-    ledger = Ledger(spool.path / "ledger")
-    ledger.trouble, ledger.uploader_pid = message, 0
-    ledger.close()
+    ack_page = AckPage(spool.path / "ack_page")
+    ack_page.last_error, ack_page.uploader_pid = message, 0
+    ack_page.close()
 
 
 def _left_behind(spool: Spool, trouble: str) -> str:

@@ -5,17 +5,22 @@ from pathlib import Path
 
 import pytest
 
-from smdist.workers.spool.ack_page import Ledger
+from smdist.workers.spool.ack_page import AckPage
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return tmp_path / "ledger"
+    return tmp_path / "ack_page"
 
 
 def test_one_writes_the_other_reads(path: Path) -> None:
-    writer, reader = Ledger(path), Ledger(path)
-    assert (reader.acked, reader.bytes_stored, reader.steps_stored, reader.trouble) == (0, 0, 0, "")
+    writer, reader = AckPage(path), AckPage(path)
+    assert (reader.acked, reader.bytes_stored, reader.steps_stored, reader.last_error) == (
+        0,
+        0,
+        0,
+        "",
+    )
     writer.acked = 1 << 40
     writer.add_stored(1000, 2)
     writer.add_stored(500, 1)
@@ -28,7 +33,7 @@ def test_one_writes_the_other_reads(path: Path) -> None:
 
 
 def test_it_outlives_its_file_for_who_has_it_open(path: Path) -> None:
-    writer, reader = Ledger(path), Ledger(path)
+    writer, reader = AckPage(path), AckPage(path)
     path.unlink()
     writer.acked = 9
     assert reader.acked == 9
@@ -37,10 +42,10 @@ def test_it_outlives_its_file_for_who_has_it_open(path: Path) -> None:
 
 
 def test_a_later_uploader_finds_what_the_first_one_wrote(path: Path) -> None:
-    first = Ledger(path)
+    first = AckPage(path)
     first.acked = 5
     first.close()
-    second = Ledger(path)
+    second = AckPage(path)
     assert second.acked == 5
     second.close()
     second.close()
@@ -48,34 +53,34 @@ def test_a_later_uploader_finds_what_the_first_one_wrote(path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["disk full", "", "ünïcode: 磁盘已满", "x" * 3072])
 def test_trouble_is_told_and_taken_back(path: Path, text: str) -> None:
-    ledger = Ledger(path)
-    ledger.trouble = "something long that must not shine through"
-    ledger.trouble = text
-    assert ledger.trouble == text
-    ledger.trouble = ""
-    assert ledger.trouble == ""
-    ledger.close()
+    ack_page = AckPage(path)
+    ack_page.last_error = "something long that must not shine through"
+    ack_page.last_error = text
+    assert ack_page.last_error == text
+    ack_page.last_error = ""
+    assert ack_page.last_error == ""
+    ack_page.close()
 
 
 def test_trouble_that_is_too_long_is_cut_and_harms_no_number(path: Path) -> None:
-    ledger = Ledger(path)
-    ledger.acked = 7
-    ledger.trouble = "ü" * 5000
-    assert ledger.trouble.startswith("ü" * 1500)
-    assert ledger.acked == 7
-    ledger.close()
+    ack_page = AckPage(path)
+    ack_page.acked = 7
+    ack_page.last_error = "ü" * 5000
+    assert ack_page.last_error.startswith("ü" * 1500)
+    assert ack_page.acked == 7
+    ack_page.close()
 
 
 def count(path: Path, upto: int) -> None:
-    ledger = Ledger(path)
+    ack_page = AckPage(path)
     for value in range(upto + 1):
-        ledger.acked = value << 32 | value
-    ledger.close()
+        ack_page.acked = value << 32 | value
+    ack_page.close()
 
 
 def test_a_number_is_never_seen_half_written(path: Path) -> None:
     """Both halves of the word say the same, whenever it is read."""
-    reader, last = Ledger(path), 200_000
+    reader, last = AckPage(path), 200_000
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=count, args=(path, last))
     process.start()

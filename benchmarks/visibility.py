@@ -29,7 +29,7 @@ from benchmarks.many_ranks import (
 )
 from benchmarks.table import Row, plain
 from benchmarks.timing import median, p99
-from smdist.coordination.service.run_watcher import Watcher
+from smdist.coordination.service.run_watcher import RunWatcher
 from smdist.coordination.snapshot.pack import POINTER_KEY, Pointer
 from smdist.errors import ObjectNotFound
 from smdist.format.manifest import RUN_KEY, Run, layout_key, manifest_key, session_key
@@ -72,7 +72,7 @@ async def follow(store: Store, size: Size, hints: bool) -> tuple[list[float], li
         await store.put(key, [encode(session, key)])
     for digest, layout in segment_of(size, 0, 0, [0], declaration(size)).layouts.items():
         await store.put(layout_key(digest), [layout.to_json()])
-    watcher = Watcher(store.url, store=store, interval_s=INTERVAL_S)
+    watcher = RunWatcher(store.url, store=store, interval_s=INTERVAL_S)
     await watcher.open()
     stop = asyncio.Event()
     running = asyncio.create_task(watcher.run(stop))

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from smdist.coordination.ray_actor.coordinator import Whereabouts
+from smdist.coordination.ray_actor.coordinator import CoordinatorInfo
 from smdist.coordination.view.status import RunStatus, StepReport
 from smdist.errors import CoordinationError, SmdistError, WaitTimeout
 from smdist.identity import ModeKeys
@@ -29,9 +29,9 @@ class CoordinatorClient:
         self._ray = ray
         self._handle = handle
 
-    def whereabouts(self, timeout_s: float = _CALL_S) -> Whereabouts:
-        data = self._call("whereabouts", timeout_s=timeout_s)
-        return msgspec.json.decode(data, type=Whereabouts)
+    def info(self, timeout_s: float = _CALL_S) -> CoordinatorInfo:
+        data = self._call("info", timeout_s=timeout_s)
+        return msgspec.json.decode(data, type=CoordinatorInfo)
 
     def runs(self) -> dict[str, RunStatus]:
         return msgspec.json.decode(self._call("runs"), type=dict[str, RunStatus])

@@ -1,4 +1,4 @@
-"""The coordinator as a Ray actor: a thin shell over `Watch`, which does the work.
+"""The coordinator as a Ray actor: a thin shell over `DirectoryWatcher`, which does the work.
 
 Detached, named, restarted for ever. Its constructor runs again after its process, or its node, has
 died, and starts watching by itself: no call of a driver is needed for that, and the store holds
@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 import smdist
-from smdist.coordination.service.directory_watcher import Watch
-from smdist.coordination.service.run_watcher import FollowWith
-from smdist.coordination.service.sharding import Shard, ShardedFollow
-from smdist.coordination.service.store_poller import Follow
+from smdist.coordination.service.directory_watcher import DirectoryWatcher
+from smdist.coordination.service.run_watcher import MakePoller
+from smdist.coordination.service.sharding import Shard, ShardedPoller
+from smdist.coordination.service.store_poller import StorePoller
 from smdist.coordination.view.membership import PATIENCE, Patience
 from smdist.errors import ConfigurationError, CoordinationError, NoSuchRun
 from smdist.identity import ModeKeys
@@ -36,14 +36,14 @@ from smdist.storage.s3.options import parse_s3_url
 from smdist.storage.urls import is_remote, open_store
 
 if TYPE_CHECKING:
-    from smdist.coordination.service.directory_watcher import Watcher
+    from smdist.coordination.service.directory_watcher import RunWatcher
 
 __all__ = [
     "NAMESPACE",
     "Coordinator",
+    "CoordinatorInfo",
     "Settings",
     "ShardActor",
-    "Whereabouts",
     "actor_name",
     "canonical_url",
     "check_place",
@@ -74,7 +74,7 @@ class Settings(msgspec.Struct, frozen=True):
             raise ConfigurationError("shards must be at least 1")
 
 
-class Whereabouts(msgspec.Struct, frozen=True):
+class CoordinatorInfo(msgspec.Struct, frozen=True):
     """Of the process that answers; another one after a restart."""
 
     name: str
@@ -137,7 +137,7 @@ class Coordinator:
         self._since = time.time()
         self._trouble = ""
         self._stop = asyncio.Event()
-        self._watch = Watch(
+        self._watch = DirectoryWatcher(
             chosen.watch,
             interval_s=chosen.interval_s,
             patience=Patience(chosen.lost_after_s, chosen.lagging_after_s),
@@ -150,16 +150,16 @@ class Coordinator:
         )
         self._running = asyncio.get_running_loop().create_task(self._run())
 
-    def _share(self, ray: Any, chosen: Settings) -> Callable[[str], FollowWith]:
+    def _share(self, ray: Any, chosen: Settings) -> Callable[[str], MakePoller]:
         """What reads for the watchers: this process, or others that live and die with it."""
         if chosen.shards == 1:
-            return lambda _: Follow
+            return lambda _: StorePoller
         make = ray.remote(ShardActor).options(
             num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy="SPREAD"
         )
         self._shards = [make.remote(i, chosen.shards, chosen.watch) for i in range(chosen.shards)]
         calls = [shard.poll.remote for shard in self._shards]
-        return lambda run: partial(ShardedFollow, run=run, calls=calls)
+        return lambda run: partial(ShardedPoller, run=run, calls=calls)
 
     async def _run(self) -> None:
         try:
@@ -170,9 +170,9 @@ class Coordinator:
         finally:
             await self._watch.close()
 
-    async def whereabouts(self) -> bytes:
+    async def info(self) -> bytes:
         return msgspec.json.encode(
-            Whereabouts(
+            CoordinatorInfo(
                 actor_name(self._settings.watch),
                 self._settings,
                 smdist.__version__,
@@ -211,10 +211,10 @@ class Coordinator:
     async def stop(self) -> None:
         """Returns when the lease is handed back. The process is the caller's to end."""
         self._stop.set()
-        with contextlib.suppress(Exception):  # whereabouts() tells it
+        with contextlib.suppress(Exception):  # info() tells it
             await asyncio.shield(self._running)
 
-    async def _answering(self, run: str) -> Watcher:
+    async def _answering(self, run: str) -> RunWatcher:
         """What one that another coordinator has shut out last knew is no answer."""
         watcher = await self._watcher(run)
         if watcher.state in ("refused", "superseded"):
@@ -222,13 +222,13 @@ class Coordinator:
             raise CoordinationError(f"{watcher.url}: {detail}; ask that one, or open a trial")
         return watcher
 
-    async def _watcher(self, run: str) -> Watcher:
+    async def _watcher(self, run: str) -> RunWatcher:
         """Of a run that was just found, or resumed, nothing is known until it has been read."""
         deadline = time.monotonic() + _SETTLE_S
         while True:
             waiting = time.monotonic() < deadline and not self._running.done()
             try:
-                watcher = await self._watch.asked(run)
+                watcher = await self._watch.refreshed(run)
                 if not waiting or _was_read(watcher):
                     return watcher
             except NoSuchRun:
@@ -237,6 +237,6 @@ class Coordinator:
             await asyncio.sleep(0.02)
 
 
-def _was_read(watcher: Watcher) -> bool:
+def _was_read(watcher: RunWatcher) -> bool:
     """Or it is known why not."""
     return watcher.state not in ("waiting", "opening") or bool(watcher.status().detail)

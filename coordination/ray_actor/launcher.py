@@ -37,8 +37,8 @@ from smdist.coordination.ray_actor.client import CoordinatorClient
 from smdist.coordination.ray_actor.coordinator import (
     NAMESPACE,
     Coordinator,
+    CoordinatorInfo,
     Settings,
-    Whereabouts,
     actor_name,
     check_place,
 )
@@ -232,7 +232,7 @@ def start(
         check_wheel(wheel_path)
     there = find(attachment, settings.watch)
     if there is not None:
-        where = there.whereabouts()
+        where = there.info()
         if where.stopped:  # whoever stopped it did not live to end its process
             there.kill()
         elif settings.take_over and not where.settings.take_over:
@@ -265,7 +265,7 @@ def start(
         )
         client = CoordinatorClient(ray, handle, actor_name(settings.watch))
         # Somebody else may have been first.
-        _check_same(attachment, client.whereabouts(timeout_s=_START_S), settings)
+        _check_same(attachment, client.info(timeout_s=_START_S), settings)
     return client
 
 
@@ -278,7 +278,7 @@ def _await_end(attachment: Attachment, watch: str) -> None:
         time.sleep(0.05)
 
 
-def _check_same(attachment: Attachment, where: Whereabouts, settings: Settings) -> None:
+def _check_same(attachment: Attachment, where: CoordinatorInfo, settings: Settings) -> None:
     if msgspec.structs.replace(where.settings, take_over=settings.take_over) != settings:
         raise CoordinationError(
             f"{where.name} already watches {where.settings.watch} with other settings "

@@ -1,6 +1,6 @@
 """Many runs, watched: those at or below a place, as they appear.
 
-A coordinator makes one `Watch` and runs it on its event loop; `Watcher` does the work for a run.
+A coordinator makes one `DirectoryWatcher` and runs it on its event loop; `RunWatcher` does the work for a run.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from smdist.coordination.service.hint_server import Hint, Inbox
-from smdist.coordination.service.run_watcher import FollowWith, Watcher
-from smdist.coordination.service.store_poller import Follow
+from smdist.coordination.service.hint_server import Hint, HintServer
+from smdist.coordination.service.run_watcher import MakePoller, RunWatcher
+from smdist.coordination.service.store_poller import StorePoller
 from smdist.coordination.view.membership import PATIENCE, Patience
 from smdist.coordination.view.status import RunStatus
 from smdist.errors import (
@@ -31,7 +31,7 @@ from smdist.storage import open_store
 from smdist.storage.store import Store
 from smdist.storage.subtree import Below, folders
 
-__all__ = ["Watch", "Watcher"]
+__all__ = ["DirectoryWatcher", "RunWatcher"]
 
 _AT_ONCE = 64  # requests: as many ranks are asked at once
 _REQUEST_S = 10.0
@@ -45,11 +45,11 @@ _OWN |= {"spans", "summaries", "thinned"}
 
 @dataclass
 class _Entry:
-    watcher: Watcher
+    watcher: RunWatcher
     task: asyncio.Task[None] | None = None
 
 
-class Watch:
+class DirectoryWatcher:
     """The runs at or below a place: `url` is one, or holds some, found by their `run.json`."""
 
     def __init__(
@@ -64,7 +64,7 @@ class Watch:
         take_over: bool = False,
         lease_s: float = 30.0,
         inbox_host: str | None = None,
-        follow: Callable[[str], FollowWith] = lambda _: Follow,
+        follow: Callable[[str], MakePoller] = lambda _: StorePoller,
     ) -> None:
         """`inbox_host`: how uploaders reach this machine; None: they are not asked to.
 
@@ -81,7 +81,7 @@ class Watch:
         # Watchers of one run follow each other here; none waits for the lease of the one before.
         self._writer = writer or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._take_over, self._lease_s = take_over, lease_s
-        self._inbox = Inbox(self._hint, host=inbox_host) if inbox_host else None
+        self._inbox = HintServer(self._hint, host=inbox_host) if inbox_host else None
         self._receiving = False
         self._entries: dict[str, _Entry] = {}  # by name below the place, "" for the place itself
         self._scanning = asyncio.Semaphore(16)
@@ -157,9 +157,9 @@ class Watch:
         entry = self._entries[name] = _Entry(self._make(name))
         entry.task = asyncio.get_running_loop().create_task(self._attend(entry, name, stop))
 
-    def _make(self, name: str) -> Watcher:
+    def _make(self, name: str) -> RunWatcher:
         store = Below(self._store, name) if name else self._store
-        return Watcher(
+        return RunWatcher(
             store.url,
             store=store,
             interval_s=self._interval_s,
@@ -185,12 +185,12 @@ class Watch:
             except Superseded:
                 return
             except AlreadyCoordinated as error:
-                entry.watcher.set_aside("refused", str(error))
+                entry.watcher.mark_unavailable("refused", str(error))
                 pause_s = min(max(error.free_in_s, 1.0), _RETRY_S)
             except (SmdistError, OSError) as error:
-                entry.watcher.set_aside("waiting", str(error))
+                entry.watcher.mark_unavailable("waiting", str(error))
             except Exception as error:  # noqa: BLE001 - one run must not end the others
-                entry.watcher.set_aside("failed", f"{type(error).__name__}: {error}")
+                entry.watcher.mark_unavailable("failed", f"{type(error).__name__}: {error}")
             await self._until_more(entry, stop, pause_s)
             if entry.watcher.state in ("finished", "failed") and not stop.is_set():
                 await entry.watcher.close()
@@ -199,12 +199,12 @@ class Watch:
 
     async def _until_more(self, entry: _Entry, stop: asyncio.Event, pause_s: float) -> None:
         """Wait; when the run has finished, until it is resumed."""
-        await entry.watcher.rest(stop, pause_s)
+        await entry.watcher.wait(stop, pause_s)
         while entry.watcher.state == "finished" and not stop.is_set():
             with contextlib.suppress(SmdistError, OSError):
-                if await entry.watcher.resumed():
+                if await entry.watcher.has_new_data():
                     return
-            await entry.watcher.rest(stop, pause_s)
+            await entry.watcher.wait(stop, pause_s)
 
     async def close(self) -> None:
         tasks = [entry.task for entry in self._entries.values() if entry.task is not None]
@@ -225,7 +225,7 @@ class Watch:
         watchers = [entry.watcher for _, entry in sorted(self._entries.items())]
         return {watcher.url: watcher.status() for watcher in watchers}
 
-    def watcher(self, run: str = "") -> Watcher:
+    def watcher(self, run: str = "") -> RunWatcher:
         """The one of a run, by URL, run id or name below the prefix; "" when there is only one.
 
         NoSuchRun.
@@ -237,16 +237,16 @@ class Watch:
                 return entry.watcher
         raise NoSuchRun(run or self.url)
 
-    async def asked(self, run: str = "") -> Watcher:
+    async def refreshed(self, run: str = "") -> RunWatcher:
         """As `watcher`; one of a run that has finished looks first whether it was resumed."""
         watcher = self.watcher(run)
         if watcher.state == "finished":
             with contextlib.suppress(SmdistError, OSError):  # then it knows no better
-                if await watcher.asked():
+                if await watcher.refresh_if_finished():
                     watcher = await self._successor(run, watcher)
         return watcher
 
-    async def _successor(self, run: str, watcher: Watcher) -> Watcher:
+    async def _successor(self, run: str, watcher: RunWatcher) -> RunWatcher:
         """Its task, just woken, takes it up again or makes another one."""
         for _ in range(500):
             if self.watcher(run) is not watcher or watcher.state != "finished":

@@ -21,7 +21,7 @@ from smdist.errors import CorruptObject, ObjectNotFound
 from smdist.format.stored_json import encode, read
 from smdist.storage.store import Store
 
-__all__ = ["INBOX_KEY", "Address", "Hint", "Inbox", "Post"]
+__all__ = ["INBOX_KEY", "Hint", "HintServer", "InboxAddress", "InboxRecord"]
 
 INBOX_KEY = "merged/inbox.json"
 
@@ -39,7 +39,7 @@ class Hint(msgspec.Struct, frozen=True):
     seq: int
 
 
-class Post(msgspec.Struct, frozen=True):
+class InboxRecord(msgspec.Struct, frozen=True):
     """`merged/inbox.json`."""
 
     host: str
@@ -49,24 +49,24 @@ class Post(msgspec.Struct, frozen=True):
     time: float
 
 
-class Address(msgspec.Struct, frozen=True):
+class InboxAddress(msgspec.Struct, frozen=True):
     host: str
     port: int
     token: str
 
     async def announce(self, store: Store, epoch: int, now: float) -> None:
-        post = Post(self.host, self.port, self.token, epoch, now)
+        post = InboxRecord(self.host, self.port, self.token, epoch, now)
         await store.put(INBOX_KEY, [encode(post, INBOX_KEY)])
 
     async def withdraw(self, store: Store) -> None:
         """Unless another one has announced its own since."""
         with contextlib.suppress(ObjectNotFound, CorruptObject):
-            post = await read(store, INBOX_KEY, Post)
+            post = await read(store, INBOX_KEY, InboxRecord)
             if post.token == self.token:
                 await store.delete(INBOX_KEY)
 
 
-class Inbox:
+class HintServer:
     """`start`, then `address` is to be announced, `close` last.
 
     `host` is how others reach this machine. `take` is called on the loop, for each hint with the
@@ -81,10 +81,10 @@ class Inbox:
         self.accepted = self.refused = 0
 
     @property
-    def address(self) -> Address:
+    def address(self) -> InboxAddress:
         assert self._server is not None, "it is not open"
         port: int = self._server.sockets[0].getsockname()[1]
-        return Address(self._host, port, self._token)
+        return InboxAddress(self._host, port, self._token)
 
     async def start(self) -> None:
         bind = self._host if self._host in ("127.0.0.1", "::1", "localhost") else None

@@ -1,10 +1,10 @@
 """Who may write the merged view of a run, and when it does. Pure: no store, no clock.
 
     merged/claims/<epoch>-<writer>.json   Claim   who wants to write, and since when; never changes
-    merged/leases/<epoch>-<writer>.json   Lease   "I still do", with its newest pointer; overwritten
+    merged/leases/<epoch>-<writer>.json   LeaseRecord   "I still do", with its newest pointer; overwritten
 
 A coordinator claims the epoch after the newest one, under a key that is its own, and looks at the
-list of claims afterwards. Claims are ordered by `(epoch, writer)`, and **the greatest
+list of claims afterwards. Claims are ordered by `(epoch, writer)`, and **the leader
 claim is the coordinator's**. One that finds a greater claim than its own writes no more.
 So two that start at the same moment are told apart by the list alone: no conditional write is
 needed, which some servers ignore and which a lost answer makes ambiguous.
@@ -12,7 +12,7 @@ needed, which some servers ignore and which a lost answer makes ambiguous.
 Nothing is lost to a race. Heads and chunks have the writer in their name or its content, so the only
 object that two writers share is the pointer, and it only says where to begin to read: facts are in
 the rank manifests. Still it should not go back. A writer looks at the claims before and after it
-moves the pointer; when it was overtaken in between, it puts back the pointer in the lease of the
+moves the pointer; when it was newer_claim in between, it puts back the pointer in the lease of the
 one that overtook it. A reader that finds a lower `(epoch, number)` than it had keeps its own.
 
 A lease keeps people from starting two coordinators by mistake. It is judged by the clocks of two
@@ -33,19 +33,19 @@ from smdist.limits import Number, Seconds, Time
 
 __all__ = [
     "CLAIMS",
-    "Cadence",
     "Claim",
-    "Lease",
-    "Pending",
-    "Standing",
+    "ClaimId",
+    "LeaseRecord",
+    "PendingFacts",
+    "PublishIntervals",
     "after_claim",
     "free_in_s",
     "greater",
-    "greatest",
-    "outdated",
-    "overtaken",
+    "leader",
+    "newer_claim",
     "safe_writer",
     "snapshot_due",
+    "stale_claims",
 ]
 
 CLAIMS = "merged/claims/"
@@ -56,7 +56,7 @@ _KEPT_EPOCHS = 16
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]+")
 
 
-class Standing(NamedTuple):
+class ClaimId(NamedTuple):
     """A claim's place in the order of claims."""
 
     epoch: int
@@ -75,8 +75,8 @@ class Standing(NamedTuple):
         """To list claims of its epoch and of later ones, after this key."""
         return f"{CLAIMS}{self.epoch:06d}"
 
-    def next(self) -> Standing:
-        return Standing(self.epoch + 1, self.writer)
+    def next(self) -> ClaimId:
+        return ClaimId(self.epoch + 1, self.writer)
 
 
 class Claim(msgspec.Struct, frozen=True):
@@ -91,7 +91,7 @@ class Claim(msgspec.Struct, frozen=True):
     lease_s: Seconds
 
 
-class Lease(msgspec.Struct, frozen=True):
+class LeaseRecord(msgspec.Struct, frozen=True):
     """Only its writer writes it, so that a late renewal of an old one replaces nothing."""
 
     epoch: Number
@@ -107,27 +107,27 @@ def safe_writer(text: str) -> str:
     return _UNSAFE.sub("-", text).strip("-")[:80] or "coordinator"
 
 
-def greatest(keys: Iterable[str]) -> Standing | None:
+def leader(keys: Iterable[str]) -> ClaimId | None:
     """The coordinator, by the keys of all claims."""
     return max(
-        (Standing(int(m[1]), m[2]) for key in keys if (m := _CLAIM.fullmatch(key))), default=None
+        (ClaimId(int(m[1]), m[2]) for key in keys if (m := _CLAIM.fullmatch(key))), default=None
     )
 
 
-def outdated(mine: Standing, keys: Iterable[str]) -> list[Standing]:
+def stale_claims(mine: ClaimId, keys: Iterable[str]) -> list[ClaimId]:
     """Claims so old that nobody needs them: who made one finds a greater one, ours among others."""
-    found = (Standing(int(m[1]), m[2]) for key in keys if (m := _CLAIM.fullmatch(key)))
+    found = (ClaimId(int(m[1]), m[2]) for key in keys if (m := _CLAIM.fullmatch(key)))
     return sorted(one for one in found if one.epoch < mine.epoch - _KEPT_EPOCHS)
 
 
-def overtaken(mine: Standing, keys: Iterable[str]) -> Standing | None:
+def newer_claim(mine: ClaimId, keys: Iterable[str]) -> ClaimId | None:
     """The claim that is greater than `mine`, if there is one."""
-    found = greatest(keys)
+    found = leader(keys)
     return found if found is not None and found > mine else None
 
 
-def free_in_s(claim: Claim, lease: Lease | None, now: float) -> float:
-    """How long the holder of the greatest claim is still to be thought alive; 0 for not at all."""
+def free_in_s(claim: Claim, lease: LeaseRecord | None, now: float) -> float:
+    """How long the holder of the leader claim is still to be thought alive; 0 for not at all."""
     if lease is not None and lease.released:
         return 0.0
     seen, lease_s = claim.time, claim.lease_s
@@ -137,30 +137,30 @@ def free_in_s(claim: Claim, lease: Lease | None, now: float) -> float:
     return max(0.0, min(seen, now) + lease_s - now)
 
 
-class Verdict(NamedTuple):
+class ClaimResult(NamedTuple):
     """After a claim was put: `won`, or `lost` to another, or neither: claim `again`, higher."""
 
-    lost: Standing | None = None
-    again: Standing | None = None
+    lost: ClaimId | None = None
+    again: ClaimId | None = None
 
     @property
     def won(self) -> bool:
         return self.lost is None and self.again is None
 
 
-def after_claim(mine: Standing, keys: Iterable[str]) -> Verdict:
+def after_claim(mine: ClaimId, keys: Iterable[str]) -> ClaimResult:
     """What the list of claims says once ours is in it.
 
-    The greatest of an epoch with several claims takes another one, so that an epoch that writes
+    The leader of an epoch with several claims takes another one, so that an epoch that writes
     has one writer.
     """
-    standings = [Standing(int(m[1]), m[2]) for key in keys if (m := _CLAIM.fullmatch(key))]
+    standings = [ClaimId(int(m[1]), m[2]) for key in keys if (m := _CLAIM.fullmatch(key))]
     above = max((standing for standing in standings if standing > mine), default=None)
     if above is not None:
-        return Verdict(lost=above)
+        return ClaimResult(lost=above)
     if any(one.epoch == mine.epoch and one != mine for one in standings):
-        return Verdict(again=mine.next())
-    return Verdict()
+        return ClaimResult(again=mine.next())
+    return ClaimResult()
 
 
 def greater(a: Pointer | None, b: Pointer | None) -> Pointer | None:
@@ -171,7 +171,7 @@ def greater(a: Pointer | None, b: Pointer | None) -> Pointer | None:
 
 
 @dataclass(frozen=True)
-class Cadence:
+class PublishIntervals:
     """How often things are written, and looked at."""
 
     interval_s: float = 1.0  # between snapshots at the least
@@ -186,7 +186,7 @@ class Cadence:
 
 
 @dataclass(frozen=True)
-class Pending:
+class PendingFacts:
     """What was folded since the last snapshot."""
 
     facts: int = 0  # manifests, sessions, layouts
@@ -194,7 +194,9 @@ class Pending:
     final: bool = False  # the run has come to its end, and the last snapshot does not say so
 
 
-def snapshot_due(pending: Pending, written_at: float | None, now: float, cadence: Cadence) -> bool:
+def snapshot_due(
+    pending: PendingFacts, written_at: float | None, now: float, cadence: PublishIntervals
+) -> bool:
     """`written_at`: None before the first one, which comes at once, as it says that we are there."""
     if written_at is None or pending.final:
         return True

@@ -17,39 +17,44 @@ from typing import TypeVar
 
 from smdist.coordination.service.leadership import (
     CLAIMS,
-    Cadence,
     Claim,
-    Lease,
-    Standing,
+    ClaimId,
+    LeaseRecord,
+    PublishIntervals,
     after_claim,
     free_in_s,
     greater,
-    greatest,
-    outdated,
-    overtaken,
+    leader,
+    newer_claim,
     safe_writer,
+    stale_claims,
 )
 from smdist.coordination.snapshot.pack import POINTER_KEY, Packed, Pointer
 from smdist.errors import AlreadyCoordinated, CorruptObject, ObjectNotFound, SmdistError, Superseded
 from smdist.format.stored_json import encode, read
 from smdist.storage.store import Store
 
-__all__ = ["Tenure"]
+__all__ = ["Lease"]
 
 T = TypeVar("T")
 
 _AT_ONCE = 8
 
 
-class Tenure:
+class Lease:
     def __init__(
-        self, store: Store, *, owner: str | None, now: Callable[[], float], cadence: Cadence
+        self,
+        store: Store,
+        *,
+        owner: str | None,
+        now: Callable[[], float],
+        cadence: PublishIntervals,
     ) -> None:
         life = secrets.token_hex(4)
         self.writer = f"{safe_writer(owner or socket.gethostname())[:40]}-{life}"
         self._owner = owner or self.writer
         self._store, self._now, self._cadence = store, now, cadence
-        self._standing = Standing(0, self.writer)
+        self._standing = ClaimId(0, self.writer)
         self._spoken_at = 0.0
         self.pointer: Pointer | None = None
         self.number = 0  # of the last snapshot that was tried; each try gets a number of its own
@@ -66,7 +71,7 @@ class Tenure:
         return self.pointer
 
     async def begin(self, *, take_over: bool = False) -> None:
-        top = greatest(await self._store.list(CLAIMS))
+        top = leader(await self._store.list(CLAIMS))
         if top is not None:
             claim, lease = await self._about(top)
             if lease is not None:
@@ -75,7 +80,7 @@ class Tenure:
                 self._refuse_if_held(claim, lease)
         await self.look()
         epochs = (top.epoch if top else 0, self.pointer.epoch if self.pointer else 0)
-        standing = Standing(max(epochs) + 1, self.writer)
+        standing = ClaimId(max(epochs) + 1, self.writer)
         while True:
             await self._claim(standing)
             claims = await self._store.list(CLAIMS)
@@ -91,11 +96,11 @@ class Tenure:
         self.number = self.pointer.number if self.pointer else 0
         await self._speak()
         with contextlib.suppress(SmdistError, OSError):
-            for old in outdated(standing, claims)[:_AT_ONCE]:
+            for old in stale_claims(standing, claims)[:_AT_ONCE]:
                 await self._store.delete(old.lease_key)
                 await self._store.delete(old.claim_key)
 
-    def _refuse_if_held(self, claim: Claim, lease: Lease | None) -> None:
+    def _refuse_if_held(self, claim: Claim, lease: LeaseRecord | None) -> None:
         left_s = free_in_s(claim, lease, self._now())
         if left_s > 0:
             raise self._refusal(claim, left_s)
@@ -104,14 +109,14 @@ class Tenure:
         url = self._store.url
         return AlreadyCoordinated(url, claim.writer, claim.host, claim.pid, claim.time, left_s)
 
-    async def _lost_to(self, other: Standing) -> AlreadyCoordinated:
+    async def _lost_to(self, other: ClaimId) -> AlreadyCoordinated:
         claim = await self._read(other.claim_key, Claim)
         now, lease_s = self._now(), self._cadence.lease_s
         if claim is None:
             claim = Claim(other.epoch, other.writer, "", "an unknown host", 0, now, lease_s)
         return self._refusal(claim, free_in_s(claim, None, now))
 
-    async def _claim(self, standing: Standing) -> None:
+    async def _claim(self, standing: ClaimId) -> None:
         claim = Claim(
             standing.epoch,
             standing.writer,
@@ -123,10 +128,10 @@ class Tenure:
         )
         await self._put(standing.claim_key, claim)
 
-    async def _about(self, standing: Standing) -> tuple[Claim | None, Lease | None]:
+    async def _about(self, standing: ClaimId) -> tuple[Claim | None, LeaseRecord | None]:
         return (
             await self._read(standing.claim_key, Claim),
-            await self._read(standing.lease_key, Lease),
+            await self._read(standing.lease_key, LeaseRecord),
         )
 
     # -- writing ---------------------------------------------------------------------------------
@@ -180,7 +185,7 @@ class Tenure:
 
     async def _speak(self, *, released: bool = False) -> None:
         self._spoken_at = self._now()
-        lease = Lease(
+        lease = LeaseRecord(
             self.epoch, self.writer, self._spoken_at, self._cadence.lease_s, released, self.pointer
         )
         await self._put(self._standing.lease_key, lease)
@@ -193,17 +198,17 @@ class Tenure:
         restored: Pointer | None = None
         while True:
             claims = await self._store.list(CLAIMS, after=self._standing.before)
-            above = overtaken(self._standing, claims)
+            above = newer_claim(self._standing, claims)
             if above is None:
                 return
-            lease = await self._read(above.lease_key, Lease)
+            lease = await self._read(above.lease_key, LeaseRecord)
             pointer = lease.pointer if lease else None
             if pointer is None or pointer == restored:
                 raise Superseded(self._store.url, self.writer, above.writer, above.epoch)
             await self._point(pointer)
             restored = pointer
 
-    async def _put(self, key: str, value: Claim | Lease | Pointer) -> None:
+    async def _put(self, key: str, value: Claim | LeaseRecord | Pointer) -> None:
         await self._store.put(key, [encode(value, key)])
 
     async def _read(self, key: str, kind: type[T]) -> T | None:

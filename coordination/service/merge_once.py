@@ -11,21 +11,21 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from smdist.coordination.service.poll_schedule import Rhythm, Track
-from smdist.coordination.service.run_watcher import Watcher
-from smdist.coordination.service.store_poller import Follow
+from smdist.coordination.service.poll_schedule import PollIntervals, RankTrack
+from smdist.coordination.service.run_watcher import RunWatcher
+from smdist.coordination.service.store_poller import StorePoller
 from smdist.coordination.view.membership import finished
 from smdist.coordination.view.run_view import Fact
 from smdist.coordination.view.status import RunStatus
 from smdist.errors import CoordinationError, SmdistError
 from smdist.storage.store import Store
 
-__all__ = ["Merged", "merge_once"]
+__all__ = ["MergeResult", "merge_once"]
 
 _AT_ONCE = 32
 
 
-class Merged(NamedTuple):
+class MergeResult(NamedTuple):
     """`written` False: the newest snapshot says it all already."""
 
     written: bool
@@ -34,7 +34,7 @@ class Merged(NamedTuple):
 
 async def merge_once(
     store: Store, *, concurrency: int = _AT_ONCE, take_over: bool = False
-) -> Merged:
+) -> MergeResult:
     """Write one snapshot of the run in `store` as it is now. The store stays the caller's.
 
     AlreadyCoordinated: a coordinator is at work, or another one merges. Superseded: it was taken
@@ -49,15 +49,15 @@ async def merge_once(
     )
     try:
         await watcher.open()
-        written = await watcher.turn()
+        written = await watcher.poll_once()
         if watcher.error is not None:
             raise watcher.error
-        return Merged(written, watcher.status())
+        return MergeResult(written, watcher.status())
     finally:
         await watcher.close()
 
 
-class _Once(Watcher):
+class _Once(RunWatcher):
     """One turn of it: reads all there is, then writes one snapshot."""
 
     error: SmdistError | OSError | None = None
@@ -98,7 +98,7 @@ class _Once(Watcher):
         return next(iter(self._follow.troubles.values()), "it gives no answer")
 
 
-class _Quick(Follow):
+class _Quick(StorePoller):
     """Asks for all that can be asked for, whatever its time; not how the ended lived to the last."""
 
     @property
@@ -107,10 +107,10 @@ class _Quick(Follow):
         said = bool(tracks) and all(track.final for track in tracks)
         return said and self._looked and not self._wanted
 
-    def _beat_due(self, track: Track, now: float) -> bool:
+    def _beat_due(self, track: RankTrack, now: float) -> bool:
         return not track.final and super()._beat_due(track, now)
 
-    def _stuck(self, track: Track) -> bool:
+    def _stuck(self, track: RankTrack) -> bool:
         """Nobody waits here for a rank to be silent: what lies behind a gap is asked for at once."""
         return not track.final and (track.seek_s == 0.0 or self.now() >= track.seek_due_at)
 
@@ -120,7 +120,7 @@ def _quick(
     store: Store,
     take: Callable[[Fact], None],
     now: Callable[[], float],
-    rhythm: Rhythm,
-) -> Follow:
-    at_once = Rhythm(interval_s=0.0, beat_s=0.0, discover_s=0.0, seek_s=rhythm.seek_s)
+    rhythm: PollIntervals,
+) -> StorePoller:
+    at_once = PollIntervals(interval_s=0.0, beat_s=0.0, discover_s=0.0, seek_s=rhythm.seek_s)
     return _Quick(store, take, now, at_once, concurrency)

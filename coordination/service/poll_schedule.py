@@ -15,13 +15,13 @@ from smdist.identity import worker_name
 if TYPE_CHECKING:
     from smdist.coordination.view.run_view import RankView
 
-__all__ = ["Rhythm", "Track", "track_of"]
+__all__ = ["PollIntervals", "RankTrack", "resume_track"]
 
 _OLD_S = 60.0  # a rank that began earlier has written more than a few
 
 
 @dataclass(frozen=True)
-class Rhythm:
+class PollIntervals:
     """How often things are asked for, in seconds."""
 
     interval_s: float = 1.0  # a rank that writes, at the most
@@ -39,7 +39,7 @@ class Rhythm:
 
 
 @dataclass
-class Track:
+class RankTrack:
     """How far the manifests of one rank in one attempt were read."""
 
     attempt: int
@@ -114,11 +114,11 @@ class Track:
         gap_s = min(min(self.gaps, default=0.0), most_s)
         return min(max(self.written_at + gap_s, now), now + gap_s)
 
-    def after_success(self, now: float, rhythm: Rhythm) -> None:
+    def after_success(self, now: float, rhythm: PollIntervals) -> None:
         expected_at = self.expected_at(now, rhythm.expect_s)
         self.due_at = max(expected_at, now + rhythm.interval_s)
 
-    def after_miss(self, now: float, rhythm: Rhythm) -> None:
+    def after_miss(self, now: float, rhythm: PollIntervals) -> None:
         gap_s = min(self.gaps, default=0.0)
         silence = now - self.heard_at
         wait_s = max(silence, gap_s) / 8
@@ -128,14 +128,14 @@ class Track:
         self.window = 1
         self.due_at = now + min(max(wait_s, rhythm.interval_s), most_s)
 
-    def after_failure(self, now: float, rhythm: Rhythm) -> None:
+    def after_failure(self, now: float, rhythm: PollIntervals) -> None:
         self.failures += 1
         self.due_at = now + min(rhythm.interval_s * 2.0 ** min(self.failures, 16), rhythm.most_s)
 
 
-def track_of(attempt: int, rank: int, known: RankView, now: float) -> Track:
+def resume_track(attempt: int, rank: int, known: RankView, now: float) -> RankTrack:
     """Behind what is known of the rank."""
-    track = Track(attempt, rank, heard_at=now)
+    track = RankTrack(attempt, rank, heard_at=now)
     track.seq = known.seen[0][1] if known.seen and known.seen[0][0] == 0 else 0
     if known.head is not None:
         track.written_at = track.seen_at = known.head.time

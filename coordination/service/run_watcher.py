@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from smdist.coordination.service.leadership import Cadence, Pending, snapshot_due
-from smdist.coordination.service.lease import Tenure
-from smdist.coordination.service.snapshot_cleanup import Sweeper
-from smdist.coordination.service.store_poller import Follow, Found, Rhythm
+from smdist.coordination.service.leadership import PendingFacts, PublishIntervals, snapshot_due
+from smdist.coordination.service.lease import Lease
+from smdist.coordination.service.snapshot_cleanup import SnapshotCleaner
+from smdist.coordination.service.store_poller import PollCounts, PollIntervals, StorePoller
 from smdist.coordination.snapshot.pack import Packed, compacted, load_view, pack
 from smdist.coordination.view.describe import attempt_lines, latest_complete, rank_lines, waited_for
 from smdist.coordination.view.membership import (
@@ -51,9 +51,9 @@ from smdist.storage import open_store
 from smdist.storage.store import Store
 
 if TYPE_CHECKING:
-    from smdist.coordination.service.hint_server import Address
+    from smdist.coordination.service.hint_server import InboxAddress
 
-__all__ = ["Watcher"]
+__all__ = ["RunWatcher"]
 
 GLOBAL = ModeKeys.GLOBAL
 
@@ -65,10 +65,12 @@ _MOST_PAUSE_S = 30.0
 _MOST_TROUBLES = 20
 _MOST_LOOSE = 100_000
 
-FollowWith = Callable[[Store, Callable[[Fact], None], Callable[[], float], Rhythm], Follow]
+MakePoller = Callable[
+    [Store, Callable[[Fact], None], Callable[[], float], PollIntervals], StorePoller
+]
 
 
-class Watcher:
+class RunWatcher:
     def __init__(
         self,
         url: str,
@@ -81,8 +83,8 @@ class Watcher:
         take_over: bool = False,
         lease_s: float = 30.0,
         keep_s: float = 900.0,
-        inbox: Address | None = None,
-        follow: FollowWith = Follow,
+        inbox: InboxAddress | None = None,
+        follow: MakePoller = StorePoller,
     ) -> None:
         """`writer` names who may come back: a restart under the same name waits for no lease.
 
@@ -100,10 +102,10 @@ class Watcher:
         self._patience, self._now, self._take_over = patience, now, take_over
         self._inbox = inbox
         beat_s = patience.lost_after_s / 4
-        self._cadence = Cadence(interval_s, lease_s, beat_s)
-        self._tenure = Tenure(self._store, owner=writer, now=now, cadence=self._cadence)
+        self._cadence = PublishIntervals(interval_s, lease_s, beat_s)
+        self._tenure = Lease(self._store, owner=writer, now=now, cadence=self._cadence)
         self._keep_s, self._follow_with = keep_s, follow
-        self._rhythm = Rhythm(interval_s, beat_s=beat_s, discover_s=5 * interval_s)
+        self._rhythm = PollIntervals(interval_s, beat_s=beat_s, discover_s=5 * interval_s)
         self._run: Run | None = None
         self._run_due_at = 0.0
         self._replaced = ""
@@ -116,7 +118,7 @@ class Watcher:
 
     def _forget(self) -> None:
         """Nothing is known of the run."""
-        self._sweeper = Sweeper(self._store, self._now, self._keep_s)
+        self._sweeper = SnapshotCleaner(self._store, self._now, self._keep_s)
         self._follow = self._follow_with(self._store, self._take, self._now, self._rhythm)
         self._view, self._book = View(), StepBook()
         self._fresh: list[Fact] = []  # read, and not folded yet
@@ -142,7 +144,7 @@ class Watcher:
             self._state = "opening"
         pointer = await self._tenure.look()
         if pointer is not None and pointer.final and await self._load():
-            found = Found()
+            found = PollCounts()
             await self._follow.look_again(found)
             if not found.facts and not self._follow.troubles and self._all_said():
                 self._final = True
@@ -216,7 +218,7 @@ class Watcher:
     def _chunks(self) -> list[str]:
         return [c.ref.key for sealed in self._view.sealed.values() for c in sealed.chunks]
 
-    async def turn(self) -> bool:
+    async def poll_once(self) -> bool:
         """One look: read what is new, fold it, write a snapshot if one is due; whether one was.
 
         Never raises for what a store does. Superseded: this watcher writes no more. State "waiting"
@@ -257,7 +259,7 @@ class Watcher:
     async def run(self, stop: asyncio.Event) -> None:
         """Turns until stopped, superseded (raises), or the run is finished and that is written."""
         while not stop.is_set() and self._state == "watching":
-            await self.turn()
+            await self.poll_once()
             if self._state == "watching":
                 await self._pause(stop)
 
@@ -269,9 +271,9 @@ class Watcher:
             wait_s = min(interval_s * 2.0 ** min(self._failures, 16), _MOST_PAUSE_S)
         else:
             await asyncio.sleep(min(_BREATH_S, interval_s))
-        await self.rest(stop, wait_s)
+        await self.wait(stop, wait_s)
 
-    async def rest(self, stop: asyncio.Event, seconds: float) -> None:
+    async def wait(self, stop: asyncio.Event, seconds: float) -> None:
         """Wait that long; less when there is a hint."""
         waits = [asyncio.ensure_future(event.wait()) for event in (stop, self._wake)]
         await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -279,18 +281,18 @@ class Watcher:
             wait.cancel()
         self._wake.clear()
 
-    def set_aside(self, state: RunState, detail: str) -> None:
+    def mark_unavailable(self, state: RunState, detail: str) -> None:
         """For its owner: why it could not be opened."""
         self._become(state, detail)
 
-    async def resumed(self) -> bool:
+    async def has_new_data(self) -> bool:
         """Whether there is more than when the run had finished: ranks, or what was recovered.
 
         Also when there is another run in its place: its state is "waiting" then.
         """
         async with self._turning:
             if not self._resumed:
-                found = Found()
+                found = PollCounts()
                 same = await self._is_same()
                 if same:
                     await self._follow.look_again(found)
@@ -300,10 +302,10 @@ class Watcher:
                     await self._sweeper.finished()
             return self._resumed
 
-    async def asked(self) -> bool:
+    async def refresh_if_finished(self) -> bool:
         """Of a run that has finished: `resumed`, for who asks now. Its owner is told, too."""
         fresh = self._now() < self._asked_at + min(_ASKED_S, self._cadence.interval_s)
-        found = self._resumed if fresh else await self.resumed()
+        found = self._resumed if fresh else await self.has_new_data()
         if found:
             self._wake.set()
         return found
@@ -399,7 +401,7 @@ class Watcher:
     async def _write(self) -> bool:
         now, tenure = self._now(), self._tenure
         final = self._has_ended()
-        pending = Pending(self._facts, self._beats, final)
+        pending = PendingFacts(self._facts, self._beats, final)
         if not snapshot_due(pending, self._written_at, now, self._cadence):
             await tenure.renew()
             return False

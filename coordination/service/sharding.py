@@ -2,18 +2,18 @@
 
 What a request costs a process, not what is in it, limits how many ranks one can follow. So a
 `Shard` follows the ranks whose number is its own modulo how many shards there are, and
-`ShardedFollow`, in the root's process, is to a watcher what `Follow` is: `poll` asks all shards at
+`ShardedPoller`, in the root's process, is to a watcher what `StorePoller` is: `poll` asks all shards at
 once and takes the facts they found. Folding facts is commutative, associative and idempotent, so
 the view is the same whoever read what, also twice.
 
 A shard does nothing of its own accord and keeps nothing that matters. One call:
 
-    root   poll(Asked)    a number that grows, what uploaders have hinted at
-    shard  Told           the facts that are new since the last call, and how it stands
+    root   poll(PollRequest)    a number that grows, what uploaders have hinted at
+    shard  PollResponse           the facts that are new since the last call, and how it stands
 
-Asked again under the same number, it tells the same again: the answer was lost. A shard that does
+PollRequest again under the same number, it tells the same again: the answer was lost. A shard that does
 not know the root (`life`), because one of them was restarted, answers that it is to be told first
-how far each rank was read: `Asked.tracks`. Both are MessagePack; how they travel is not seen here.
+how far each rank was read: `PollRequest.tracks`. Both are MessagePack; how they travel is not seen here.
 
 A call may be executed again, and late, even by a shard that was restarted since; the answer goes
 nowhere. So a number that was passed changes nothing, and what a shard has begun has a name
@@ -31,23 +31,28 @@ from typing import Optional
 
 import msgspec
 
-from smdist.coordination.service.store_poller import Follow, Found, Rhythm, Track
+from smdist.coordination.service.store_poller import (
+    PollCounts,
+    PollIntervals,
+    RankTrack,
+    StorePoller,
+)
 from smdist.coordination.view.run_view import Fact
 from smdist.format.layout import Layout
 from smdist.format.manifest import Heartbeat, RankManifest, Session
 from smdist.storage.store import Store
 from smdist.storage.subtree import Below
 
-__all__ = ["Asked", "Call", "Shard", "ShardedFollow", "Told"]
+__all__ = ["Call", "PollRequest", "PollResponse", "Shard", "ShardedPoller"]
 
 Call = Callable[[bytes], Awaitable[bytes]]
-"""Hand an encoded `Asked` to one shard, and give what it answers."""
+"""Hand an encoded `PollRequest` to one shard, and give what it answers."""
 
 _PATIENCE_S = 15.0  # with a shard, in one turn of the root: its lease has to be renewed
 
 
-class Bearing(msgspec.Struct, frozen=True, array_like=True):
-    """How far a rank was read, of a Track what another process can go on from."""
+class RankCursor(msgspec.Struct, frozen=True, array_like=True):
+    """How far a rank was read, of a RankTrack what another process can go on from."""
 
     attempt: int
     rank: int
@@ -60,18 +65,18 @@ class Bearing(msgspec.Struct, frozen=True, array_like=True):
     session: str = ""
 
 
-class Asked(msgspec.Struct, frozen=True, array_like=True):
+class PollRequest(msgspec.Struct, frozen=True, array_like=True):
     run: str  # its name below the watched place
     life: str  # of the root's follower
     number: int
     hints: tuple[tuple[str, int, int], ...] = ()
     wanted: tuple[str, ...] = ()  # layouts
     rhythm: tuple[float, ...] = ()
-    tracks: Optional[tuple[Bearing, ...]] = None  # noqa: UP045 (3.10)
+    tracks: Optional[tuple[RankCursor, ...]] = None  # noqa: UP045 (3.10)
     share: str = ""  # as it was told the last time
 
 
-class Told(msgspec.Struct, frozen=True, array_like=True):
+class PollResponse(msgspec.Struct, frozen=True, array_like=True):
     """`stranger`: it does not know this life, and has looked at nothing."""
 
     number: int
@@ -87,8 +92,8 @@ class Told(msgspec.Struct, frozen=True, array_like=True):
     share: str = ""
 
 
-_ASKED = msgspec.msgpack.Decoder(Asked)
-_TOLD = msgspec.msgpack.Decoder(Told)
+_ASKED = msgspec.msgpack.Decoder(PollRequest)
+_TOLD = msgspec.msgpack.Decoder(PollResponse)
 
 
 # -- a share -------------------------------------------------------------------------------------
@@ -99,7 +104,7 @@ class _Share:
     """One run, for one life of its root."""
 
     life: str
-    follow: Follow
+    follow: StorePoller
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
     facts: list[Fact] = field(default_factory=list)
     known: set[str] = field(default_factory=set)  # layouts that were told
@@ -124,23 +129,25 @@ class Shard:
             if share is not None and share.life == asked.life and asked.number <= share.number:
                 if asked.number == share.number:
                     return share.answer
-                return msgspec.msgpack.encode(Told(asked.number, share=share.name))
+                return msgspec.msgpack.encode(PollResponse(asked.number, share=share.name))
             if asked.tracks is not None:
                 share = self._begin(asked, asked.tracks)
             elif share is None or (share.life, share.name) != (asked.life, asked.share):
-                return msgspec.msgpack.encode(Told(asked.number, stranger=True))
+                return msgspec.msgpack.encode(PollResponse(asked.number, stranger=True))
             share.answer = await self._look(share, asked)
             share.number = asked.number
             self._shares[asked.run] = share
             return share.answer
 
-    def _begin(self, asked: Asked, tracks: Iterable[Bearing]) -> _Share:
+    def _begin(self, asked: PollRequest, tracks: Iterable[RankCursor]) -> _Share:
         store = Below(self._store, asked.run) if asked.run else self._store
         facts: list[Fact] = []
-        follow = Follow(store, facts.append, self._now, Rhythm(*asked.rhythm), share=self._share)
+        follow = StorePoller(
+            store, facts.append, self._now, PollIntervals(*asked.rhythm), share=self._share
+        )
         now = self._now()
         for at in tracks:
-            follow.tracks[at.attempt, at.rank] = Track(
+            follow.tracks[at.attempt, at.rank] = RankTrack(
                 at.attempt,
                 at.rank,
                 at.seq,
@@ -154,14 +161,14 @@ class Shard:
             )
         return _Share(asked.life, follow, facts=facts)
 
-    async def _look(self, share: _Share, asked: Asked) -> bytes:
+    async def _look(self, share: _Share, asked: PollRequest) -> bytes:
         follow, facts = share.follow, share.facts
         follow.want(asked.wanted)
         for hint in asked.hints:
             follow.hint(*hint)
         await follow.poll()
         layouts = {key: one for key, one in follow.layouts.items() if key not in share.known}
-        told = Told(
+        told = PollResponse(
             asked.number,
             False,
             tuple(fact for fact in facts if isinstance(fact, Session)),
@@ -184,18 +191,18 @@ class Shard:
 
 
 @dataclass
-class _Seat:
+class _ShardClient:
     """What the root knows of a shard."""
 
     call: Call
     number: int = 0
     hints: list[tuple[str, int, int]] = field(default_factory=list)
-    told: Told = field(default_factory=lambda: Told(-1))
+    told: PollResponse = field(default_factory=lambda: PollResponse(-1))
     trouble: str = ""
 
 
-class ShardedFollow(Follow):
-    """A Follow whose `poll` has others ask. Its own tracks mirror theirs, for who is restarted.
+class ShardedPoller(StorePoller):
+    """A StorePoller whose `poll` has others ask. Its own tracks mirror theirs, for who is restarted.
 
     `look_again` is still its own: it is used for a run that has ended, which is not followed.
     """
@@ -205,7 +212,7 @@ class ShardedFollow(Follow):
         store: Store,
         take: Callable[[Fact], None],
         now: Callable[[], float],
-        rhythm: Rhythm,
+        rhythm: PollIntervals,
         *,
         run: str,
         calls: Sequence[Call],
@@ -214,7 +221,7 @@ class ShardedFollow(Follow):
         super().__init__(store, take, now, rhythm)
         self._asking, self._patience_s = run, patience_s
         self._life = uuid.uuid4().hex
-        self._seats = [_Seat(call) for call in calls]
+        self._seats = [_ShardClient(call) for call in calls]
 
     @property
     def settled(self) -> bool:
@@ -235,8 +242,8 @@ class ShardedFollow(Follow):
             seat.hints.append((worker, attempt, seq))
             seat.told = msgspec.structs.replace(seat.told, next_due=0.0)
 
-    async def poll(self) -> Found:
-        found = Found()
+    async def poll(self) -> PollCounts:
+        found = PollCounts()
         answers = await asyncio.gather(*(self._ask(seat) for seat in self._seats))
         for seat, told in zip(self._seats, answers, strict=True):
             if told is not None:
@@ -250,19 +257,19 @@ class ShardedFollow(Follow):
                 self.troubles[f"shard {index}"] = seat.trouble
         return found
 
-    async def _ask(self, seat: _Seat) -> Told | None:
+    async def _ask(self, seat: _ShardClient) -> PollResponse | None:
         """None when nothing came of it: the same number is asked for again the next time."""
         hints = tuple(seat.hints)
         # Of the layouts that a snapshot names and nobody has read, the first seat takes care.
         wanted = tuple(self._wanted) if seat is self._seats[0] else ()
-        asked = Asked(
+        asked = PollRequest(
             self._asking, self._life, seat.number + 1, hints, wanted, share=seat.told.share
         )
         try:
             told = await self._call(seat, asked)
             if told.stranger:
                 rhythm = tuple(
-                    float(getattr(self.rhythm, name)) for name in Rhythm.__dataclass_fields__
+                    float(getattr(self.rhythm, name)) for name in PollIntervals.__dataclass_fields__
                 )
                 known = msgspec.structs.replace(
                     asked, rhythm=rhythm, tracks=self._bearings(self._seats.index(seat))
@@ -276,13 +283,13 @@ class ShardedFollow(Follow):
         del seat.hints[: len(hints)]
         return told
 
-    async def _call(self, seat: _Seat, asked: Asked) -> Told:
+    async def _call(self, seat: _ShardClient, asked: PollRequest) -> PollResponse:
         answer = asyncio.wait_for(seat.call(msgspec.msgpack.encode(asked)), self._patience_s)
         return _TOLD.decode(await answer)
 
-    def _bearings(self, index: int) -> tuple[Bearing, ...]:
+    def _bearings(self, index: int) -> tuple[RankCursor, ...]:
         return tuple(
-            Bearing(
+            RankCursor(
                 track.attempt,
                 track.rank,
                 track.seq,
@@ -297,21 +304,21 @@ class ShardedFollow(Follow):
             if track.rank % len(self._seats) == index
         )
 
-    def _fold(self, told: Told, found: Found) -> None:
+    def _fold(self, told: PollResponse, found: PollCounts) -> None:
         now = self.now()
         for session in told.sessions:
             self.take(session)
             owner = (session.attempt, session.rank)
-            track = Track(*owner, heard_at=now, seen_at=session.started)
+            track = RankTrack(*owner, heard_at=now, seen_at=session.started)
             self.tracks.setdefault(owner, track).session = session.session
         for manifest in told.manifests:
             self.take(manifest)
             owner = (manifest.attempt, manifest.rank)
-            self.tracks.setdefault(owner, Track(*owner)).took(manifest, now)
+            self.tracks.setdefault(owner, RankTrack(*owner)).took(manifest, now)
         for beat in told.beats:
             self.take(beat)
             track = self.tracks.setdefault(
-                (beat.attempt, beat.rank), Track(beat.attempt, beat.rank)
+                (beat.attempt, beat.rank), RankTrack(beat.attempt, beat.rank)
             )
             if beat.time > track.beaten_at:
                 track.beaten_at, track.alive_at = beat.time, now

@@ -17,14 +17,14 @@ from smdist.coordination.snapshot.pack import Packed, Pointer
 from smdist.errors import SmdistError, StoreForbidden
 from smdist.storage.store import Store
 
-__all__ = ["Sweeper"]
+__all__ = ["SnapshotCleaner"]
 
 _NUMBERED = re.compile(r"merged/(?:heads|steps)/(\d+)-(\d+)-")
 _AT_ONCE = 64
 _KEEP_LAST_S = 60.0
 
 
-class Sweeper:
+class SnapshotCleaner:
     def __init__(self, store: Store, now: Callable[[], float], keep_s: float = 900.0) -> None:
         self._store, self._now, self._keep_s = store, now, keep_s
         self._old: deque[tuple[float, str]] = deque()

@@ -22,7 +22,7 @@ from functools import partial
 from itertools import count, takewhile
 from typing import TypeVar
 
-from smdist.coordination.service.poll_schedule import Rhythm, Track, track_of
+from smdist.coordination.service.poll_schedule import PollIntervals, RankTrack, resume_track
 from smdist.coordination.view.membership import Heard
 from smdist.coordination.view.orphans import Owner, find_orphans
 from smdist.coordination.view.run_view import Fact, View, World
@@ -49,7 +49,7 @@ from smdist.format.stored_json import decode
 from smdist.identity import worker_name, worker_rank
 from smdist.storage.store import Store
 
-__all__ = ["Follow", "Found", "Rhythm", "Track"]
+__all__ = ["PollCounts", "PollIntervals", "RankTrack", "StorePoller"]
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -66,7 +66,7 @@ _MOST_ERRORS = 8  # in a poll, without a success: the store is down, the rest ne
 
 
 @dataclass
-class Found:
+class PollCounts:
     """What one poll handed on."""
 
     manifests: int = 0
@@ -80,16 +80,16 @@ class Found:
 
 
 @dataclass
-class Follow:
+class StorePoller:
     store: Store
     take: Callable[[Fact], None]
     now: Callable[[], float]
-    rhythm: Rhythm = field(default_factory=Rhythm)
+    rhythm: PollIntervals = field(default_factory=PollIntervals)
     concurrency: int = 64
     share: tuple[int, int] = (0, 1)  # index and number: only ranks with that remainder
     layouts: dict[str, Layout] = field(default_factory=dict)
     troubles: dict[str, str] = field(default_factory=dict)  # by key: what cannot be read
-    tracks: dict[Owner, Track] = field(default_factory=dict)
+    tracks: dict[Owner, RankTrack] = field(default_factory=dict)
     hints: int = 0
     _wanted: dict[str, float] = field(default_factory=dict)  # layouts, and when to ask for them
     _discover_at: float = 0.0
@@ -109,7 +109,7 @@ class Follow:
         self.layouts.update(layouts)
         self.want(named)
         for attempt, rank, known in view.ranks():
-            self.tracks[attempt, rank] = track_of(attempt, rank, known, now)
+            self.tracks[attempt, rank] = resume_track(attempt, rank, known, now)
 
     def want(self, digests: Iterable[str]) -> None:
         for digest in digests:
@@ -155,8 +155,8 @@ class Follow:
 
     # -- asking ----------------------------------------------------------------------------------
 
-    async def poll(self) -> Found:
-        found, self._errors = Found(), 0
+    async def poll(self) -> PollCounts:
+        found, self._errors = PollCounts(), 0
         if self.now() >= self._discover_at:
             await self.discover(found)
         now = self.now()
@@ -218,7 +218,7 @@ class Follow:
 
     # -- who takes part --------------------------------------------------------------------------
 
-    async def discover(self, found: Found) -> None:
+    async def discover(self, found: PollCounts) -> None:
         now, rhythm, share = self.now(), self.rhythm, self.share
         try:
             keys = await self.store.list("sessions/")
@@ -257,7 +257,7 @@ class Follow:
         live = [track.alive_at for track in self.tracks.values() if not track.final]
         return self.rhythm.silence(self.now() - max(live)) if live else 0.0
 
-    async def look_again(self, found: Found) -> None:
+    async def look_again(self, found: PollCounts) -> None:
         """For ranks, and for more of those that did not end: once, in a run that is not followed."""
         await self.discover(found)
         rest = [track for track in self.tracks.values() if not track.ended]
@@ -269,26 +269,28 @@ class Follow:
             check_owner(session, owner, key, self.store.url)
         return session
 
-    async def _session(self, owner: Owner, key: str, found: Found) -> None:
+    async def _session(self, owner: Owner, key: str, found: PollCounts) -> None:
         session = await self._bearing(key, self._get_session(owner, key))
         if session is not None and (why := doubt(session, self._run_id)):
             self.troubles[key] = f"{key} is doubtful: {why}"
-            self.tracks[owner] = Track(*owner, heard_at=self.now(), suspect=session)
+            self.tracks[owner] = RankTrack(*owner, heard_at=self.now(), suspect=session)
         elif session is not None:
             self._begin(session, found)
         elif key in self.troubles and key not in self._unanswered:
-            self.tracks[owner] = Track(*owner, heard_at=self.now())  # manifests say what is needed
+            self.tracks[owner] = RankTrack(
+                *owner, heard_at=self.now()
+            )  # manifests say what is needed
 
-    def _begin(self, session: Session, found: Found) -> Track:
+    def _begin(self, session: Session, found: PollCounts) -> RankTrack:
         self.take(session)
         self._worlds.add((session.attempt, World(session.world_size, session.include_workers)))
         found.sessions += 1
         owner, now = (session.attempt, session.rank), self.now()
-        track = Track(*owner, heard_at=now, seen_at=session.started, session=session.session)
+        track = RankTrack(*owner, heard_at=now, seen_at=session.started, session=session.session)
         self.tracks[owner] = track
         return track
 
-    async def _adopt_orphans(self, found: Found) -> None:
+    async def _adopt_orphans(self, found: PollCounts) -> None:
         """Once: ranks that have stored something, and whose session was removed."""
         index, number = self.share
         expected = (
@@ -307,9 +309,9 @@ class Follow:
             await self._session(owner, key, found)
             if owner not in self.tracks and key not in self._unanswered:
                 self.troubles[key] = f"{key} is missing, though there are manifests"
-                self.tracks[owner] = Track(*owner, heard_at=self.now())
+                self.tracks[owner] = RankTrack(*owner, heard_at=self.now())
 
-    async def _load_summaries(self, sessions: Mapping[Owner, str], found: Found) -> None:
+    async def _load_summaries(self, sessions: Mapping[Owner, str], found: PollCounts) -> None:
         """One request for each rank that had ended before we came."""
         index, number = self.share
         keys = {
@@ -323,7 +325,7 @@ class Follow:
             key = session_key(worker_name(rank), attempt)
             self.troubles[key] = f"{key} is missing, though there is a summary"
 
-    async def _summary(self, key: str, found: Found) -> None:
+    async def _summary(self, key: str, found: PollCounts) -> None:
         summary = await self._bearing(key, self._get_summary(key))
         if summary is None:
             return  # the manifests say the same
@@ -339,7 +341,7 @@ class Follow:
 
     # -- one rank --------------------------------------------------------------------------------
 
-    async def _read(self, track: Track, found: Found) -> None:
+    async def _read(self, track: RankTrack, found: PollCounts) -> None:
         if found.manifests >= _MOST_IN_POLL:
             return
         first = track.seq
@@ -359,7 +361,7 @@ class Follow:
             self._changed_at = self.now()  # a job that restarts does it soon
             self._discover_at, self._looked = 0.0, False
 
-    async def _window(self, track: Track, found: Found) -> bool:
+    async def _window(self, track: RankTrack, found: PollCounts) -> bool:
         """Ask for the next manifests; whether more of them are to be expected right away."""
         first = track.seq
         window = max(track.window, min(track.hinted - first + 1, _MOST_WINDOW))
@@ -384,7 +386,7 @@ class Follow:
         track.window = min(2 * window, _MOST_WINDOW) if more else 1
         return more
 
-    async def _pile(self, track: Track, found: Found) -> bool:
+    async def _pile(self, track: RankTrack, found: PollCounts) -> bool:
         """Read what has piled up, in few requests; whether that is all of it."""
         first, most = track.seq, track.seq + _MOST_BY_SPANS
 
@@ -405,7 +407,7 @@ class Follow:
         track.window = 1 if whole else _MOST_WINDOW
         return whole
 
-    async def _of_span(self, track: Track, span: Span) -> Sequence[RankManifest] | None:
+    async def _of_span(self, track: RankTrack, span: Span) -> Sequence[RankManifest] | None:
         if span.length == 1:
             manifest = await self._manifest(track, span.first)
             return None if manifest is None else (manifest,)
@@ -419,7 +421,7 @@ class Follow:
             self.troubles[stretch.key] = f"{stretch.key} was passed over: {error}"
             return None
 
-    async def _manifest(self, track: Track, seq: int) -> RankManifest | None:
+    async def _manifest(self, track: RankTrack, seq: int) -> RankManifest | None:
         key = track.key(seq)
         try:
             manifest = await self._get(key, RankManifest)
@@ -434,7 +436,7 @@ class Follow:
             self.troubles.pop(key, None)
         return manifest
 
-    def _took(self, track: Track, manifest: RankManifest, found: Found) -> None:
+    def _took(self, track: RankTrack, manifest: RankManifest, found: PollCounts) -> None:
         manifest, _ = settle(track.key(manifest.seq), manifest)
         if not track.session:
             track.session = manifest.session
@@ -444,12 +446,12 @@ class Follow:
         track.took(manifest, self.now())
         found.manifests += 1
 
-    def _beat_due(self, track: Track, now: float) -> bool:
+    def _beat_due(self, track: RankTrack, now: float) -> bool:
         if now < track.beat_due_at or track.farewell:
             return False
         return track.final or now - track.alive_at >= self.rhythm.beat_s
 
-    async def _beat(self, track: Track, found: Found) -> None:
+    async def _beat(self, track: RankTrack, found: PollCounts) -> None:
         key = heartbeat_key(track.worker, track.attempt)
         now, rhythm = self.now(), self.rhythm
         track.beat_due_at = now + max(rhythm.beat_s, rhythm.silence(now - track.alive_at))
@@ -463,20 +465,20 @@ class Follow:
             found.beats += 1
             self.take(beat)
 
-    async def _get_beat(self, key: str, track: Track) -> Heartbeat | None:
+    async def _get_beat(self, key: str, track: RankTrack) -> Heartbeat | None:
         beat = await self._get(key, Heartbeat)
         if beat is not None:
             of_session(beat, track.session, key, self.store.url)
         return beat
 
-    def _stuck(self, track: Track) -> bool:
+    def _stuck(self, track: RankTrack) -> bool:
         """Whether its manifests may have a gap, which asking for the next one never passes."""
         now = self.now()
         usual_s = 2 * max(track.gaps, default=0.0)
         silent = now - track.heard_at >= max(self.rhythm.seek_s, usual_s)
         return not track.final and now >= track.seek_due_at and (track.torn or silent)
 
-    async def _seek(self, track: Track, found: Found) -> None:
+    async def _seek(self, track: RankTrack, found: PollCounts) -> None:
         """Pass over a manifest that is not there or makes no sense, if there are later ones."""
         track.seek_s = min(max(2 * track.seek_s, self.rhythm.seek_s), _MOST_SEEK_S)
         track.seek_due_at = self.now() + track.seek_s
@@ -503,7 +505,7 @@ class Follow:
 
     # -- what they name --------------------------------------------------------------------------
 
-    async def _layout(self, digest: str, found: Found) -> None:
+    async def _layout(self, digest: str, found: PollCounts) -> None:
         key = layout_key(digest)
         self._wanted[digest] = self.now() + self.rhythm.discover_s
         layout = await self._bearing(key, self._get_layout(key, digest))

@@ -162,7 +162,7 @@ def story(
         url = f"s3://{BUCKET}/run?endpoint_url={endpoint}"
         with coordinator(url) as asked:
             took = time.monotonic() - began
-            where = asked.whereabouts()
+            where = asked.info()
             console.print(
                 f"      after {took:.0f} s: S3 at {endpoint}, the coordinator is process {where.pid} "
                 "on Ray"

@@ -19,8 +19,8 @@ from smdist.coordination.ray_actor import local_head as local_ray
 from smdist.coordination.ray_actor.client import CoordinatorClient
 from smdist.coordination.ray_actor.coordinator import (
     NAMESPACE,
+    CoordinatorInfo,
     Settings,
-    Whereabouts,
     canonical_url,
     check_place,
 )
@@ -50,7 +50,7 @@ def start(address: str, settings: Settings, wheel: Path | None, follow: bool) ->
         console = _console()
         with launcher.attach(address) as ray:
             client = launcher.start(ray, settings, wheel_path=wheel)
-            where = client.whereabouts()
+            where = client.info()
             _print_start(console, ray, where)
             runs, trouble = _first_look(client)
             for one in runs.values():
@@ -72,7 +72,7 @@ def status(address: str, watch: str, run: str, as_json: bool) -> int:
     """Exit code: 0 when a coordinator answered and every run it was asked for is in its hands."""
     with _told() as outcome, launcher.attach(address, start_local=False) as ray:
         found = _chosen(ray, watch)
-        answers = [(client.whereabouts(), _runs(client, run)) for client in found]
+        answers = [(client.info(), _runs(client, run)) for client in found]
         if as_json:
             listed = [{"coordinator": where, "runs": runs} for where, runs in answers]
             # Escaped: programs read the same, and a terminal shows what is there.
@@ -112,7 +112,7 @@ def stop(address: str, watch: str) -> int:
 
 def _stop(client: CoordinatorClient) -> str:
     try:
-        watched = client.whereabouts(timeout_s=_ANSWER_S).settings.watch
+        watched = client.info(timeout_s=_ANSWER_S).settings.watch
     except (TimeoutError, CoordinationError):
         client.kill()
         return f"{client.name} did not answer, and was ended; {_LEASE}"
@@ -175,7 +175,7 @@ def _first_look(client: CoordinatorClient) -> tuple[dict[str, RunStatus], str]:
     """Runs, once there is something to tell about each, and what keeps it from finding some."""
     began = time.monotonic()
     while True:
-        where, runs = client.whereabouts(), client.runs()
+        where, runs = client.info(), client.runs()
         waited_s = time.monotonic() - began
         if not where.looked and not where.trouble:
             if waited_s > _REACH_S:
@@ -241,7 +241,7 @@ def _follow(console: PlainConsole, find: Callable[[], CoordinatorClient | None])
 # -- what people see -----------------------------------------------------------------------------
 
 
-def _print_start(console: PlainConsole, ray: Attachment, where: Whereabouts) -> None:
+def _print_start(console: PlainConsole, ray: Attachment, where: CoordinatorInfo) -> None:
     kind = "a Ray of this user on this machine" if ray.local else "Ray"
     option = launcher.option(ray)
     watch = shlex.quote(where.settings.watch)
@@ -275,7 +275,9 @@ def _headline(one: RunStatus) -> str:
     return "; ".join(parts)
 
 
-def _print_status(console: PlainConsole, where: Whereabouts, runs: dict[str, RunStatus]) -> None:
+def _print_status(
+    console: PlainConsole, where: CoordinatorInfo, runs: dict[str, RunStatus]
+) -> None:
     since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(where.since))
     console.print(
         f"{where.name} in {NAMESPACE}, process {where.pid} on {where.host} since {since}, "

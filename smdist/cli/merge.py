@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from smdist.cli.console import complain
-from smdist.coordination.service.merge_once import Merged, merge_once
+from smdist.coordination.service.merge_once import MergeResult, merge_once
 from smdist.errors import AlreadyCoordinated, SmdistError, Superseded
 from smdist.identity import printable
 from smdist.storage import open_store
@@ -33,7 +33,7 @@ def run(path: str, *, take_over: bool) -> int:
     return 0
 
 
-async def _merge(path: str, take_over: bool) -> Merged:
+async def _merge(path: str, take_over: bool) -> MergeResult:
     store = open_store(path, deadline_s=_REQUEST_S, concurrency=_AT_ONCE)
     try:
         return await merge_once(store, concurrency=_AT_ONCE, take_over=take_over)
@@ -41,7 +41,7 @@ async def _merge(path: str, take_over: bool) -> Merged:
         await store.close()
 
 
-def _told(done: Merged) -> str:
+def _told(done: MergeResult) -> str:
     one = done.status
     ranks = sum(sum(line.ranks.values()) for line in one.attempts)
     attempts = f" in {len(one.attempts)} attempts" if len(one.attempts) > 1 else ""

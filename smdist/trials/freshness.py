@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from smdist.coordination.service.leadership import Lease
+from smdist.coordination.service.leadership import LeaseRecord
 from smdist.coordination.snapshot.head import Pointer
 
 __all__ = ["Care", "Sighting", "Trust", "least_age_s", "most_age_s", "trust"]
@@ -61,7 +61,7 @@ def most_age_s(pointer: Pointer) -> float:
     return _INTERVALS * pointer.interval_s + _MARGIN_S
 
 
-def trust(pointer: Pointer, age_s: float, lease: Lease | None, wall: float) -> Trust:
+def trust(pointer: Pointer, age_s: float, lease: LeaseRecord | None, wall: float) -> Trust:
     if lease is None or lease.released or abs(wall - lease.time) > lease.lease_s:
         return "gone"
     return "fresh" if age_s <= most_age_s(pointer) else "held"

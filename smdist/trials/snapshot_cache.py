@@ -1,4 +1,4 @@
-"""Merged snapshots of a run, as a trial reads them.
+"""MergeResult snapshots of a run, as a trial reads them.
 
 The pointer and a head are read on the event loop that owns the store. Columns are fetched when an
 entry in them is asked for, in the thread that asks, and kept up to a limit: they never change.
@@ -20,7 +20,7 @@ from smdist.coordination.columnar.building import empty, extended
 from smdist.coordination.columnar.chunks import Chunk
 from smdist.coordination.columnar.columns import Columns
 from smdist.coordination.columnar.drop_log import Content, DropBatch
-from smdist.coordination.service.leadership import Lease, Standing
+from smdist.coordination.service.leadership import ClaimId, LeaseRecord
 from smdist.coordination.snapshot.head import POINTER_KEY, Head, Pointer
 from smdist.coordination.snapshot.load import (
     load_columns,
@@ -54,7 +54,7 @@ class Snapshot:
 
     @property
     def lease_key(self) -> str:
-        return Standing(self.pointer.epoch, self.writer).lease_key
+        return ClaimId(self.pointer.epoch, self.writer).lease_key
 
 
 @dataclass
@@ -133,7 +133,7 @@ class Snapshots:
         if age_s <= least_age_s(pointer):
             return "fresh"
         try:
-            lease = await read(self.store, snapshot.lease_key, Lease)
+            lease = await read(self.store, snapshot.lease_key, LeaseRecord)
         except ObjectNotFound:
             lease = None
         except CorruptObject as error:

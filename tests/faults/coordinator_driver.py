@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from smdist.coordination.service.run_watcher import Watcher
+from smdist.coordination.service.run_watcher import RunWatcher
 from smdist.coordination.snapshot.pack import POINTER_KEY, Pointer, load_view
 from smdist.coordination.view.run_view import Fact, View, fold
 from smdist.errors import StoreError
@@ -129,7 +129,7 @@ class Schedule:
         self.job = RunBuilder(store, now=self.clock)
         self.ranks: list[RankWriter] = []
         self.next_step: dict[int, int] = {}
-        self.watcher: Watcher | None = None
+        self.watcher: RunWatcher | None = None
         self.life = Life(store)
         self.pointers: list[Pointer] = []
         self.deeds: Counter[str] = Counter()
@@ -203,7 +203,7 @@ class Schedule:
         if self.watcher is None:
             self.life = next(iter(lives))
             self.deeds["lives"] += 1
-            watcher = Watcher(
+            watcher = RunWatcher(
                 "", store=self.life, now=lambda: self.clock, writer="same", keep_s=3.0
             )
             try:
@@ -212,10 +212,10 @@ class Schedule:
                 self.deeds["not opened"] += 1
                 return
             self.watcher = watcher
-        if self.watcher.state == "finished" and await self.watcher.resumed():
+        if self.watcher.state == "finished" and await self.watcher.has_new_data():
             self.deeds["resumed"] += 1
             self.watcher = None
-        elif await self.watcher.turn():
+        elif await self.watcher.poll_once():
             self.deeds["snapshots"] += 1
 
     def _note_pointer(self) -> None:

@@ -11,7 +11,7 @@ import gc
 import os
 from pathlib import Path
 
-from smdist.coordination.service.directory_watcher import Watch
+from smdist.coordination.service.directory_watcher import DirectoryWatcher
 from smdist.coordination.view.membership import Patience
 from smdist.errors import StoreError
 from smdist.storage import open_store
@@ -26,7 +26,7 @@ def coordinate(order: Order) -> None:
 async def _coordinate(order: Order) -> None:
     stop = asyncio.Event()
     patience = Patience(lost_after_s=order.arguments.get("lost_after_s", 1.0), lagging_after_s=0.5)
-    watch = Watch(
+    watch = DirectoryWatcher(
         order.arguments["url"],
         interval_s=0.05,
         patience=patience,

@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from smdist.coordination.service.leadership import Lease, Standing
-from smdist.coordination.service.run_watcher import Watcher
+from smdist.coordination.service.leadership import ClaimId, LeaseRecord
+from smdist.coordination.service.run_watcher import RunWatcher
 from smdist.coordination.snapshot.pack import POINTER_KEY, Pointer, load_view
 from smdist.errors import AlreadyCoordinated, Superseded
 from smdist.format.stored_json import encode
@@ -95,8 +95,8 @@ def store() -> Store:
     return MemoryStore("fencing")
 
 
-def watcher(store: Store, clock: Callable[[], float], **more: object) -> Watcher:
-    return Watcher(store.url, store=store, now=clock, **more)  # type: ignore[arg-type]
+def watcher(store: Store, clock: Callable[[], float], **more: object) -> RunWatcher:
+    return RunWatcher(store.url, store=store, now=clock, **more)  # type: ignore[arg-type]
 
 
 def test_a_second_one_is_refused_and_told_what_to_do(store: Store, clock: Clock) -> None:
@@ -105,7 +105,7 @@ def test_a_second_one_is_refused_and_told_what_to_do(store: Store, clock: Clock)
     async def act() -> None:
         first, second = watcher(store, clock), watcher(store, clock)
         await first.open()
-        await first.turn()
+        await first.poll_once()
         clock.time += 5
         with pytest.raises(AlreadyCoordinated) as refused:
             await second.open()
@@ -114,7 +114,7 @@ def test_a_second_one_is_refused_and_told_what_to_do(store: Store, clock: Clock)
         for part in (store.url, str(refused.value.pid), refused.value.host, "--take-over"):
             assert part in text
         clock.time += 5
-        assert not await first.turn()
+        assert not await first.poll_once()
         assert first.state == "watching"
         assert second.state != "watching"
 
@@ -130,17 +130,17 @@ def test_one_that_renews_its_lease_is_alive_and_one_that_does_not_is_not(
         first = watcher(store, clock)
         await first.open()
         for _ in range(12):
-            await first.turn()
+            await first.poll_once()
             clock.time += 9
         with pytest.raises(AlreadyCoordinated):
             await watcher(store, clock).open()
         clock.time += 31
         second = watcher(store, clock)
         await second.open()
-        await second.turn()
+        await second.poll_once()
         clock.time += 1
         with pytest.raises(Superseded, match=second.status().writer):
-            await first.turn()
+            await first.poll_once()
         assert first.state == "superseded"
         assert second.status().writer in first.status().detail
 
@@ -153,10 +153,10 @@ def test_a_closed_one_makes_room_at_once(store: Store, clock: Clock) -> None:
     async def act() -> None:
         first, second = watcher(store, clock), watcher(store, clock)
         await first.open()
-        await first.turn()
+        await first.poll_once()
         await first.close()
         await second.open()
-        assert await second.turn()
+        assert await second.poll_once()
         assert (await pointer(store)).epoch == 2
 
     asyncio.run(act())
@@ -168,13 +168,13 @@ def test_its_next_life_waits_for_no_lease(store: Store, clock: Clock) -> None:
     async def act() -> None:
         first = watcher(store, clock, writer="actor 7")
         await first.open()
-        await first.turn()
+        await first.poll_once()
         again = watcher(store, clock, writer="actor 7")
         await again.open()
-        assert await again.turn()
+        assert await again.poll_once()
         clock.time += 20
         with pytest.raises(Superseded):
-            await first.turn()
+            await first.poll_once()
 
     asyncio.run(act())
 
@@ -188,7 +188,7 @@ def test_a_late_pointer_of_the_old_one_does_not_stay(store: Store, clock: Clock)
         held = Held(store, POINTER_KEY)
         old = watcher(held, clock)
         await old.open()
-        turning = asyncio.create_task(old.turn())
+        turning = asyncio.create_task(old.poll_once())
         await held.reached.wait()
         new = watcher(store, clock, take_over=True)
         await new.open()
@@ -196,7 +196,7 @@ def test_a_late_pointer_of_the_old_one_does_not_stay(store: Store, clock: Clock)
         await asyncio.to_thread(rank.end)
         while new.state == "watching":
             clock.time += 2
-            await new.turn()
+            await new.poll_once()
         right = await pointer(store)
         assert right.final
         held.go_on.set()
@@ -215,12 +215,12 @@ def test_a_pointer_that_a_killed_one_moved_back_is_put_right(store: Store, clock
     async def act() -> None:
         mine = watcher(store, clock)
         await mine.open()
-        await mine.turn()
+        await mine.poll_once()
         right = await pointer(store)
         lower = msgspec.structs.replace(right, epoch=0, number=9)
         await store.put(POINTER_KEY, [encode(lower, POINTER_KEY)])
         clock.time += 11
-        await mine.turn()
+        await mine.poll_once()
         assert await pointer(store) == right
 
     asyncio.run(act())
@@ -233,7 +233,7 @@ def test_claims_that_somebody_removed_do_not_take_epochs_back(store: Store, cloc
         for _ in range(3):
             one = watcher(store, clock)
             await one.open()
-            await one.turn()
+            await one.poll_once()
             await one.close()
         for folder in ("merged/claims/", "merged/leases/"):
             for key in await store.list(folder):
@@ -241,7 +241,7 @@ def test_claims_that_somebody_removed_do_not_take_epochs_back(store: Store, cloc
         before = await pointer(store)
         one = watcher(store, clock)
         await one.open()
-        await one.turn()
+        await one.poll_once()
         after = await pointer(store)
         assert (after.epoch, after.number) > (before.epoch, before.number)
 
@@ -259,12 +259,12 @@ def test_a_coordinator_that_is_restarted_for_ever_leaves_few_claims(
         for _ in range(40):
             one = watcher(store, clock, writer="actor")
             await one.open()
-            await one.turn()
+            await one.poll_once()
         assert len(await store.list("merged/claims/")) < 20
         assert len(await store.list("merged/leases/")) < 20
         assert (await pointer(store)).epoch == 41
         with pytest.raises(Superseded):
-            await first.turn()
+            await first.poll_once()
 
     asyncio.run(act())
 
@@ -278,7 +278,7 @@ async def start_together(make: Callable[[], Store], count: int) -> None:
     theirs = make()  # used on another loop
     rank = await asyncio.to_thread(job, theirs, clock)
     await asyncio.to_thread(save, rank, 0)
-    watchers = [Watcher(store.url, store=store, now=clock) for store in stores]
+    watchers = [RunWatcher(store.url, store=store, now=clock) for store in stores]
     opened = await asyncio.gather(*(w.open() for w in watchers), return_exceptions=True)
     won, told = [], 0
     for one, outcome in zip(watchers, opened, strict=True):
@@ -291,7 +291,7 @@ async def start_together(make: Callable[[], Store], count: int) -> None:
     for step in range(1, 4):
         await asyncio.to_thread(save, rank, step)
         clock.time += 20
-        turned = await asyncio.gather(*(w.turn() for w in won), return_exceptions=True)
+        turned = await asyncio.gather(*(w.poll_once() for w in won), return_exceptions=True)
         for result in turned:
             assert isinstance(result, (bool, Superseded)), result
             told += isinstance(result, Superseded)
@@ -302,8 +302,8 @@ async def start_together(make: Callable[[], Store], count: int) -> None:
     assert newest.epoch == won[0].status().epoch
     view = (await load_view(stores[0], newest)).view
     assert view.canonical() == (await asyncio.to_thread(from_scratch, theirs)).canonical()
-    lease = await stores[0].get(Standing(newest.epoch, won[0].status().writer).lease_key)
-    assert msgspec.json.decode(lease, type=Lease).pointer == newest
+    lease = await stores[0].get(ClaimId(newest.epoch, won[0].status().writer).lease_key)
+    assert msgspec.json.decode(lease, type=LeaseRecord).pointer == newest
     for key in [key for store in stores[:1] for key in await store.list("merged/heads/")]:
         await load_view(stores[0], Pointer(0, 0, key, 0.0, 1.0, False))
     await asyncio.to_thread(lambda: sync.run(theirs.close()))

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from smdist.coordination.service.directory_watcher import Watch, Watcher
+from smdist.coordination.service.directory_watcher import DirectoryWatcher, RunWatcher
 from smdist.coordination.service.hint_server import INBOX_KEY
 from smdist.coordination.snapshot.pack import POINTER_KEY, Pointer, load_view
 from smdist.coordination.view.membership import Patience
@@ -69,7 +69,7 @@ def test_slow_stopped_and_killed(launcher: Launcher, tmp_path: Path) -> None:
     async def act() -> None:
         stop = asyncio.Event()
         url = str(tmp_path / "run")
-        watch = Watch(url, interval_s=0.2, patience=PATIENCE, inbox_host="127.0.0.1")
+        watch = DirectoryWatcher(url, interval_s=0.2, patience=PATIENCE, inbox_host="127.0.0.1")
         running = asyncio.create_task(watch.run(stop))
         ranks = start(launcher, tmp_path, [0])
         # An uploader looks for its listener with its first manifest, and then not for a while.
@@ -90,7 +90,7 @@ def test_slow_stopped_and_killed(launcher: Launcher, tmp_path: Path) -> None:
 
 
 async def follow(
-    watcher: Callable[[], Watcher], ranks: list[Started], hurry: Callable[[], None]
+    watcher: Callable[[], RunWatcher], ranks: list[Started], hurry: Callable[[], None]
 ) -> None:
     def line(rank: int) -> RankLine:
         return watcher().status().ranks[rank]

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from smdist.coordination.ray_actor.local_head import LocalRay
-from smdist.coordination.service.run_watcher import Watcher
+from smdist.coordination.service.run_watcher import RunWatcher
 from tests.integration.test_ray_coordinator import job, number, save
 from tests.servers.ports import free_port
 from tests.servers.ray_cluster import Cluster, environment, start_cluster, until
@@ -99,9 +99,9 @@ def test_the_lease_of_one_that_died_with_its_ray_is_waited_for(home: Path, tmp_p
     job(place)
 
     async def die() -> None:
-        watcher = Watcher(str(place), lease_s=40.0)
+        watcher = RunWatcher(str(place), lease_s=40.0)
         await watcher.open()
-        await watcher.turn()
+        await watcher.poll_once()
 
     asyncio.run(die())
     said = well(smdist("start", "--watch", str(place), "--interval", "0.1", **mine))

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from smdist.coordination.ray_actor import code_package as wheel
-from smdist.coordination.service.run_watcher import Watcher
+from smdist.coordination.service.run_watcher import RunWatcher
 from smdist.coordination.snapshot.pack import POINTER_KEY, Pointer, load_view
 from smdist.errors import AlreadyCoordinated
 from smdist.identity import ModeKeys
@@ -156,7 +156,7 @@ def test_stopped_it_hands_back_its_lease(driver: Driver, tmp_path: Path) -> None
     until(lambda: name not in driver("names"), "the actor is gone")
 
     async def next_one() -> None:
-        watcher = Watcher(str(place))
+        watcher = RunWatcher(str(place))
         await watcher.open()  # AlreadyCoordinated, if the lease was left
         assert watcher.latest_complete_step() == 2
         await watcher.close()
@@ -206,7 +206,7 @@ def test_an_environment_that_cannot_be_made_is_told_and_signals_stay_the_callers
         "    made = attached.ray.remote(Coordinator).options(**options)\n"
         "    client = CoordinatorClient(attached.ray, made.remote(msgspec.json.encode(Settings('x'))))\n"
         "    try:\n"
-        "        client.whereabouts(timeout_s=100.0)\n"
+        "        client.info(timeout_s=100.0)\n"
         "    except CoordinationError as error:\n"
         "        print(str(error).startswith('Ray could not give the coordinator what it needs'))\n"
         "    print(client.stop(timeout_s=20.0))\n"
@@ -339,7 +339,7 @@ def test_a_second_one_is_refused_and_says_so(ray_cluster: Cluster, tmp_path: Pat
         with pytest.raises(DriverError, match="ask that one, or open a trial"):
             latest(theirs, place)
         with pytest.raises(AlreadyCoordinated):
-            asyncio.run(Watcher(str(place)).open())  # a third, without any Ray
+            asyncio.run(RunWatcher(str(place)).open())  # a third, without any Ray
 
         theirs("start", settings=settings(place, take_over=True))
         until(lambda: state(theirs, place, "watching"), "the second one has taken over")

@@ -8,7 +8,7 @@ import uuid
 import numpy as np
 import pytest
 
-from smdist.coordination.service.directory_watcher import Watch
+from smdist.coordination.service.directory_watcher import DirectoryWatcher
 from smdist.identity import ModeKeys
 from smdist.storage import loop_thread as sync
 from smdist.storage import open_store
@@ -42,7 +42,7 @@ def test_runs_below_a_prefix(name: str, prefix: str, request: pytest.FixtureRequ
         assert await folders(store, "team/") == ["run1"]
         assert await folders(store, "nothing/") == []
         stop = asyncio.Event()
-        watch = Watch(url, store=store, interval_s=0.05)
+        watch = DirectoryWatcher(url, store=store, interval_s=0.05)
         running = asyncio.create_task(watch.run(stop))
 
         def complete() -> dict[str, int]:

@@ -30,7 +30,7 @@ def client(ray: Attachment, order: Order) -> CoordinatorClient:
 def start(ray: Attachment, order: Order) -> object:
     settings = msgspec.convert(order["settings"], Settings)
     wheel = Path(order["wheel"]) if "wheel" in order else None
-    return msgspec.to_builtins(launcher.start(ray, settings, wheel_path=wheel).whereabouts())
+    return msgspec.to_builtins(launcher.start(ray, settings, wheel_path=wheel).info())
 
 
 def ask(ray: Attachment, order: Order) -> object:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 import smdist
 from smdist import kernel
 from smdist.cli.app import app
-from smdist.coordination.service.run_watcher import Watcher
+from smdist.coordination.service.run_watcher import RunWatcher
 from smdist.storage import LocalStore
 from smdist.storage import loop_thread as sync
 from tests.run_builder import RunBuilder
@@ -70,7 +70,7 @@ def test_merge_passes_over_what_is_gone_and_says_so(tmp_path: Path) -> None:
 
 def test_merge_leaves_it_to_a_coordinator_that_is_at_work(tmp_path: Path) -> None:
     finish(work(RunBuilder(LocalStore(tmp_path)).rank(0, 2), range(2)))
-    watcher = Watcher(str(tmp_path))
+    watcher = RunWatcher(str(tmp_path))
     sync.run(watcher.open())
     code, text = merge(tmp_path)
     assert code == 1

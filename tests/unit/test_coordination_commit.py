@@ -7,41 +7,41 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smdist.coordination.service.leadership import (
-    Cadence,
     Claim,
-    Lease,
-    Pending,
-    Standing,
+    ClaimId,
+    LeaseRecord,
+    PendingFacts,
+    PublishIntervals,
     after_claim,
     free_in_s,
     greater,
-    greatest,
-    overtaken,
+    leader,
+    newer_claim,
     safe_writer,
     snapshot_due,
 )
 from smdist.coordination.snapshot.pack import Pointer
 from smdist.storage.store import check_key
 
-CADENCE = Cadence(interval_s=1.0, lease_s=30.0, beat_s=15.0)
+CADENCE = PublishIntervals(interval_s=1.0, lease_s=30.0, beat_s=15.0)
 
-standings = st.builds(Standing, st.integers(1, 40), st.sampled_from(["a", "b", "b-2", "C", "z_9"]))
+standings = st.builds(ClaimId, st.integers(1, 40), st.sampled_from(["a", "b", "b-2", "C", "z_9"]))
 
 
 @given(st.lists(standings, min_size=1))
-def test_the_greatest_claim_is_found_behind_any_other(claims: list[Standing]) -> None:
+def test_the_greatest_claim_is_found_behind_any_other(claims: list[ClaimId]) -> None:
     keys = [claim.claim_key for claim in claims]
-    assert greatest([*keys, "merged/claims/strange.json"]) == max(claims)
+    assert leader([*keys, "merged/claims/strange.json"]) == max(claims)
     for one in claims:
         listed = [key for key in keys if key > one.before]
-        assert overtaken(one, listed) == (max(claims) if max(claims) > one else None)
+        assert newer_claim(one, listed) == (max(claims) if max(claims) > one else None)
 
 
 @given(st.sets(st.sampled_from("abcdef"), min_size=1), st.randoms())
 def test_of_those_that_claim_together_one_wins(writers: set[str], random: object) -> None:
     """Whatever the order in which they put their claims and look at the list."""
     listed: list[str] = []
-    wants = {writer: Standing(1, writer) for writer in writers}
+    wants = {writer: ClaimId(1, writer) for writer in writers}
     waiting, won, lost = [("put", w) for w in sorted(writers)], set(), set()
     while waiting:
         deed, writer = waiting.pop(random.randrange(len(waiting)))  # type: ignore[attr-defined]
@@ -59,10 +59,10 @@ def test_of_those_that_claim_together_one_wins(writers: set[str], random: object
             assert verdict.again is not None
             wants[writer] = verdict.again
             waiting.append(("put", writer))
-    # One that won early may have been overtaken since: it learns that before it writes.
-    stay = [w for w in won if overtaken(wants[w], listed) is None]
+    # One that won early may have been superseded since: it learns that before it writes.
+    stay = [w for w in won if newer_claim(wants[w], listed) is None]
     assert len(stay) == 1
-    assert wants[stay[0]] == greatest(listed)
+    assert wants[stay[0]] == leader(listed)
     assert won | lost == writers
     epochs = [wants[w].epoch for w in won]
     assert len(set(epochs)) == len(epochs), "an epoch with two writers"
@@ -78,13 +78,15 @@ def claim(at: float = 100.0, lease_s: float = 30.0) -> Claim:
         (None, 100.0, 30.0),
         (None, 129.0, 1.0),
         (None, 131.0, 0.0),
-        (Lease(3, "w", 120.0, 30.0), 131.0, 19.0),
-        (Lease(3, "w", 120.0, 30.0, released=True), 121.0, 0.0),
-        (Lease(3, "w", 90.0, 30.0), 110.0, 20.0),  # the claim is newer
-        (Lease(3, "w", 9000.0, 30.0), 110.0, 30.0),  # a clock that is ahead
+        (LeaseRecord(3, "w", 120.0, 30.0), 131.0, 19.0),
+        (LeaseRecord(3, "w", 120.0, 30.0, released=True), 121.0, 0.0),
+        (LeaseRecord(3, "w", 90.0, 30.0), 110.0, 20.0),  # the claim is newer
+        (LeaseRecord(3, "w", 9000.0, 30.0), 110.0, 30.0),  # a clock that is ahead
     ],
 )
-def test_how_long_a_holder_is_thought_alive(lease: Lease | None, now: float, left: float) -> None:
+def test_how_long_a_holder_is_thought_alive(
+    lease: LeaseRecord | None, now: float, left: float
+) -> None:
     assert free_in_s(claim(), lease, now) == left
 
 
@@ -105,26 +107,26 @@ def test_a_pointer_is_newer_by_epoch_then_number() -> None:
 @pytest.mark.parametrize(
     ("pending", "age", "due"),
     [
-        (Pending(), 1000.0, False),
-        (Pending(facts=1), 0.5, False),
-        (Pending(facts=1), 1.0, True),
-        (Pending(beats=5), 14.0, False),
-        (Pending(beats=5), 15.0, True),
-        (Pending(final=True), 0.0, True),
-        (Pending(facts=1), -50.0, True),  # the clock was set back
-        (Pending(), -50.0, False),
+        (PendingFacts(), 1000.0, False),
+        (PendingFacts(facts=1), 0.5, False),
+        (PendingFacts(facts=1), 1.0, True),
+        (PendingFacts(beats=5), 14.0, False),
+        (PendingFacts(beats=5), 15.0, True),
+        (PendingFacts(final=True), 0.0, True),
+        (PendingFacts(facts=1), -50.0, True),  # the clock was set back
+        (PendingFacts(), -50.0, False),
     ],
 )
-def test_when_a_snapshot_is_due(pending: Pending, age: float, due: bool) -> None:
+def test_when_a_snapshot_is_due(pending: PendingFacts, age: float, due: bool) -> None:
     assert snapshot_due(pending, 500.0, 500.0 + age, CADENCE) is due
 
 
 def test_the_first_snapshot_comes_at_once() -> None:
-    assert snapshot_due(Pending(), None, 0.0, CADENCE)
+    assert snapshot_due(PendingFacts(), None, 0.0, CADENCE)
 
 
 @given(st.text(max_size=200))
 def test_any_name_makes_a_key(name: str) -> None:
-    mine = Standing(7, safe_writer(name))
+    mine = ClaimId(7, safe_writer(name))
     check_key("", mine.claim_key)
-    assert greatest([mine.claim_key]) == mine
+    assert leader([mine.claim_key]) == mine

@@ -12,8 +12,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from smdist.coordination.service.directory_watcher import Watch
-from smdist.coordination.service.hint_server import INBOX_KEY, Address, Hint, Inbox, Post
+from smdist.coordination.service.directory_watcher import DirectoryWatcher
+from smdist.coordination.service.hint_server import (
+    INBOX_KEY,
+    Hint,
+    HintServer,
+    InboxAddress,
+    InboxRecord,
+)
 from smdist.format.manifest import Session
 from smdist.format.stored_json import encode
 from smdist.identity import ModeKeys
@@ -42,7 +48,7 @@ class Desk:
 
     def __post_init__(self) -> None:
         self.store = Life(MemoryStore("desk"))
-        self.inbox = Inbox(self.hints.append, host="127.0.0.1")
+        self.inbox = HintServer(self.hints.append, host="127.0.0.1")
         self.announcer = Announcer(self.store, "run", SESSION, clock=lambda: self.time)
 
     async def say(self, line: bytes) -> None:
@@ -126,7 +132,7 @@ def test_without_an_inbox_one_look_is_all_it_costs() -> None:
 
 def test_a_dead_address_is_tried_rarely_and_another_one_found() -> None:
     async def act(desk: Desk) -> None:
-        nobody = Inbox(desk.hints.append, host="127.0.0.1")
+        nobody = HintServer(desk.hints.append, host="127.0.0.1")
         await nobody.start()
         gone = nobody.address
         await nobody.close()
@@ -176,7 +182,9 @@ def test_an_announcement_that_makes_no_sense_harms_nobody(junk: bytes) -> None:
 def test_a_listener_that_says_nothing_holds_nobody_up() -> None:
     async def act(desk: Desk) -> None:
         with deaf_listener() as (host, port):
-            await desk.store.put(INBOX_KEY, [encode(Post(host, port, "t", 1, 0.0), INBOX_KEY)])
+            await desk.store.put(
+                INBOX_KEY, [encode(InboxRecord(host, port, "t", 1, 0.0), INBOX_KEY)]
+            )
             desk.announcer.stored(0)
             task = desk.announcer._task
             assert task is not None
@@ -189,7 +197,7 @@ def test_a_listener_that_says_nothing_holds_nobody_up() -> None:
 
 def test_withdrawing_leaves_the_announcement_of_another_one() -> None:
     async def act(desk: Desk) -> None:
-        mine, theirs = desk.inbox.address, Address("h", 1, "other")
+        mine, theirs = desk.inbox.address, InboxAddress("h", 1, "other")
         await mine.announce(desk.store, 1, 0.0)
         await mine.withdraw(desk.store)
         assert not await desk.store.list(INBOX_KEY)
@@ -211,7 +219,7 @@ def test_a_watch_with_an_inbox_sees_a_step_before_it_would_have_asked() -> None:
     async def act() -> None:
         stop = asyncio.Event()
         # It asks every hour by itself.
-        watch = Watch(store.url, store=store, interval_s=3600.0, inbox_host="127.0.0.1")
+        watch = DirectoryWatcher(store.url, store=store, interval_s=3600.0, inbox_host="127.0.0.1")
         running = asyncio.create_task(watch.run(stop))
         await until(lambda: INBOX_KEY in store.objects)
         announcer = Announcer(store, "run", rank.session)

@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from smdist.coordination.service.directory_watcher import Watch
-from smdist.coordination.service.run_watcher import Watcher
+from smdist.coordination.service.directory_watcher import DirectoryWatcher
+from smdist.coordination.service.run_watcher import RunWatcher
 from smdist.coordination.snapshot.pack import POINTER_KEY, Pointer, load_view
 from smdist.coordination.view.membership import PATIENCE, Patience, rank_reports
 from smdist.coordination.view.status import RankLine, RunStatus
@@ -53,8 +53,8 @@ class Bench:
         self.requests = Life(self.store)
         self.watcher = self.another()
 
-    def another(self) -> Watcher:
-        return Watcher(
+    def another(self) -> RunWatcher:
+        return RunWatcher(
             "memory://watched",
             store=self.requests,
             now=lambda: self.time,
@@ -76,7 +76,7 @@ class Bench:
 
     def turn(self, after_s: float = 2.0) -> bool:
         self.time += after_s
-        return asyncio.run(self.watcher.turn())
+        return asyncio.run(self.watcher.poll_once())
 
     def turns(self, seconds: float, every_s: float = 1.0, *beating: int) -> None:
         until = self.time + seconds
@@ -342,7 +342,7 @@ def test_replaced_snapshots_of_a_finished_run_are_removed(bench: Bench, who: str
         run(bench.watcher.open())
     else:
         bench.time += 61
-        assert not run(bench.watcher.resumed())
+        assert not run(bench.watcher.has_new_data())
     assert bench.state == "finished"
     loaded = run(load_view(bench.store, bench.pointer()))
     named = {c.ref.key for sealed in loaded.view.sealed.values() for c in sealed.chunks}
@@ -357,10 +357,10 @@ def merged(bench: Bench) -> set[str]:
 def test_a_finished_run_that_is_resumed_is_watched_again(bench: Bench) -> None:
     bench.start(1)[0].step(TRAIN, 0, TENSORS).end()
     bench.turns(3)
-    assert not run(bench.watcher.resumed())
+    assert not run(bench.watcher.has_new_data())
     bench.start(1, attempt=1)
     bench.save(1)
-    assert run(bench.watcher.resumed())
+    assert run(bench.watcher.has_new_data())
     bench.watcher = bench.another()
     run(bench.watcher.open())
     assert bench.state == "watching"
@@ -420,10 +420,10 @@ def test_what_is_recovered_of_a_lost_rank_after_the_end_is_merged(
     lost.lose()
     bench.turns(2 * PATIENCE.lost_after_s)
     assert bench.state == "finished"
-    assert not run(bench.watcher.resumed())
+    assert not run(bench.watcher.has_new_data())
     bench.save(1, 1)
     lost.lose()
-    assert reopened or run(bench.watcher.resumed())
+    assert reopened or run(bench.watcher.has_new_data())
     bench.watcher = bench.another()
     run(bench.watcher.open())
     assert bench.state == "watching"
@@ -499,7 +499,7 @@ def test_a_run_that_takes_the_place_of_a_watched_one_is_begun_afresh(
     bench.save(1)
     bench.turns(6)
     if ended:
-        assert run(bench.watcher.resumed())
+        assert run(bench.watcher.has_new_data())
     assert bench.state == "waiting"
     assert bench.watcher.latest_complete_step() == -1
     run(bench.watcher.open())
@@ -563,7 +563,7 @@ def test_wait_for_step(bench: Bench) -> None:
         await asyncio.sleep(0)
         await asyncio.to_thread(bench.save, 1, 1)
         bench.time += 2
-        await watcher.turn()
+        await watcher.poll_once()
         assert (await waiting).standing == "complete"
         waiting = asyncio.create_task(watcher.wait_for_step(9))
         await asyncio.sleep(0)
@@ -593,11 +593,11 @@ def test_a_wait_ends_when_nothing_more_can_come(bench: Bench) -> None:
 def test_no_run_yet() -> None:
     store = MemoryStore("empty")
     with pytest.raises(NoSuchRun):
-        run(Watcher("memory://empty", store=store).open())
+        run(RunWatcher("memory://empty", store=store).open())
     newer = Run("r", 0.0, "pytorch", format=99)
     store.objects[RUN_KEY] = encode(newer, RUN_KEY)
     with pytest.raises(CoordinationError, match="format 99"):
-        run(Watcher("memory://empty", store=store).open())
+        run(RunWatcher("memory://empty", store=store).open())
 
 
 def test_a_snapshot_that_cannot_be_read_is_made_anew(bench: Bench) -> None:
@@ -793,7 +793,7 @@ def test_a_hint_is_followed_at_once(bench: Bench) -> None:
 # -- many runs -------------------------------------------------------------------------------------
 
 
-async def until(condition: object, watch: Watch) -> None:
+async def until(condition: object, watch: DirectoryWatcher) -> None:
     for _ in range(2000):
         if condition():  # type: ignore[operator]
             return
@@ -812,7 +812,7 @@ def test_runs_below_a_place_are_found_as_they_appear(kind: str, tmp_path_factory
 
     async def act() -> None:
         stop = asyncio.Event()
-        watch = Watch(store.url, store=store, interval_s=0.02)
+        watch = DirectoryWatcher(store.url, store=store, interval_s=0.02)
         running = asyncio.create_task(watch.run(stop))
         with pytest.raises(NoSuchRun):
             watch.watcher()
@@ -841,14 +841,17 @@ def test_who_asks_about_a_finished_run_that_was_resumed_is_told_of_that() -> Non
     job.rank(0).step(TRAIN, 0, TENSORS).end()
 
     async def scenario() -> None:
-        stop, watch = asyncio.Event(), Watch("memory://all", store=store, interval_s=0.01)
+        stop, watch = (
+            asyncio.Event(),
+            DirectoryWatcher("memory://all", store=store, interval_s=0.01),
+        )
         running = asyncio.get_running_loop().create_task(watch.run(stop))
         await until(lambda: [one.state for one in watch.runs().values()] == ["finished"], watch)
         finished = watch.watcher()
-        assert await watch.asked() is finished
+        assert await watch.refreshed() is finished
         await asyncio.to_thread(save_more, job)
         await asyncio.sleep(0.02)  # longer than an answer holds, by the watch's own interval
-        resumed = await watch.asked()
+        resumed = await watch.refreshed()
         assert resumed is not finished
         assert (await resumed.wait_for_step(1, TRAIN, timeout_s=30)).standing == "complete"
         stop.set()
@@ -868,10 +871,10 @@ def test_a_place_that_is_a_run_and_one_that_another_coordinator_has() -> None:
 
     async def act() -> None:
         stop, other_stop = asyncio.Event(), asyncio.Event()
-        watch = Watch(store.url, store=store, interval_s=0.02)
+        watch = DirectoryWatcher(store.url, store=store, interval_s=0.02)
         running = asyncio.create_task(watch.run(stop))
         await until(lambda: watch.runs() and watch.watcher().latest_complete_step() == 0, watch)
-        other = Watch(store.url, store=store, interval_s=0.02)
+        other = DirectoryWatcher(store.url, store=store, interval_s=0.02)
         standing_by = asyncio.create_task(other.run(other_stop))
         await until(lambda: other.runs() and other.watcher().state == "refused", other)
         assert "--take-over" in other.watcher().status().detail

@@ -22,8 +22,8 @@ from smdist.coordination.ray_actor import code_package as wheel
 from smdist.coordination.ray_actor import launcher
 from smdist.coordination.ray_actor import local_head as local_ray
 from smdist.coordination.ray_actor.coordinator import (
+    CoordinatorInfo,
     Settings,
-    Whereabouts,
     actor_name,
     canonical_url,
 )
@@ -118,7 +118,7 @@ def test_a_wheel_of_something_else_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("address", ["", "ray://head:10001"])
 def test_other_settings_name_the_command_that_stops_it(address: str) -> None:
     attached = Attachment(None, address or "127.0.0.1:1", local=not address)
-    where = Whereabouts("name", Settings("/jobs"), "", "", 1, "", 0.0, stopped=False)
+    where = CoordinatorInfo("name", Settings("/jobs"), "", "", 1, "", 0.0, stopped=False)
     other = f" --address {address}" if address else ""
     with pytest.raises(CoordinationError, match=f"coordinator stop{other} --watch /jobs$"):
         launcher._check_same(attached, where, Settings("/jobs", interval_s=9))

@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from smdist.coordination.service.merge_once import Merged, merge_once
-from smdist.coordination.service.run_watcher import Watcher
+from smdist.coordination.service.merge_once import MergeResult, merge_once
+from smdist.coordination.service.run_watcher import RunWatcher
 from smdist.coordination.snapshot.pack import POINTER_KEY, Pointer, load_view
 from smdist.errors import AlreadyCoordinated, NoSuchRun, StoreError, StoreForbidden
 from smdist.format.manifest import CollectionInfo, Session, session_key
@@ -63,7 +63,7 @@ def build(
     return writers
 
 
-def merge(store: Store) -> Merged:
+def merge(store: Store) -> MergeResult:
     return sync.run(merge_once(store))
 
 
@@ -242,9 +242,9 @@ def test_it_goes_on_from_the_snapshot_of_a_coordinator_that_died() -> None:
     writers[0].describe(CollectionInfo("weights"))
 
     async def coordinate() -> None:
-        watcher = Watcher(store.url, store=store, now=lambda: 1000.0)
+        watcher = RunWatcher(store.url, store=store, now=lambda: 1000.0)
         await watcher.open()
-        await watcher.turn()
+        await watcher.poll_once()
 
     sync.run(coordinate())
     for writer in writers:
@@ -263,9 +263,9 @@ def test_a_coordinator_that_is_at_work_is_left_to_it() -> None:
     late = work(RunBuilder(store).rank(8, 9), range(4))
 
     async def act() -> None:
-        watcher = Watcher(store.url, store=store)
+        watcher = RunWatcher(store.url, store=store)
         await watcher.open()
-        await watcher.turn()
+        await watcher.poll_once()
         kept = dict(store.objects)
         with pytest.raises(AlreadyCoordinated):
             await merge_once(store)

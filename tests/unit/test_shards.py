@@ -10,9 +10,9 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from smdist.coordination.service.run_watcher import Watcher
-from smdist.coordination.service.sharding import Asked, Shard, ShardedFollow
-from smdist.coordination.service.store_poller import Follow, Rhythm
+from smdist.coordination.service.run_watcher import RunWatcher
+from smdist.coordination.service.sharding import PollRequest, Shard, ShardedPoller
+from smdist.coordination.service.store_poller import PollIntervals, StorePoller
 from smdist.coordination.view.run_view import Fact, View, add
 from smdist.format.intervals import Members
 from smdist.format.manifest import RankManifest
@@ -56,24 +56,28 @@ class Shards:
         return answer
 
     def follow(
-        self, store: Store, take: Callable[[Fact], None], now: Callable[[], float], rhythm: Rhythm
-    ) -> Follow:
+        self,
+        store: Store,
+        take: Callable[[Fact], None],
+        now: Callable[[], float],
+        rhythm: PollIntervals,
+    ) -> StorePoller:
         def caller(index: int) -> Callable[[bytes], object]:
             return lambda data: self.call(index, data)
 
         calls = [caller(index) for index in range(len(self.shards))]
-        return ShardedFollow(store, take, now, rhythm, run="", calls=calls)  # type: ignore[arg-type]
+        return ShardedPoller(store, take, now, rhythm, run="", calls=calls)  # type: ignore[arg-type]
 
 
-def carry_out(seed: int, count: int, trouble: float) -> tuple[Schedule, Shards, Watcher]:
+def carry_out(seed: int, count: int, trouble: float) -> tuple[Schedule, Shards, RunWatcher]:
     """A job of two attempts, with a root that is replaced now and then."""
     store = MemoryStore(f"seed-{seed}")
     schedule = Schedule(store, seed)
     shards = Shards(store, count, schedule, trouble)
     draw = random.Random(seed)
 
-    async def run() -> Watcher:
-        watcher: Watcher | None = None
+    async def run() -> RunWatcher:
+        watcher: RunWatcher | None = None
         for attempt in range(2):
             schedule.start(draw.randint(1, 6), 3 * attempt)
             while schedule.work(8):
@@ -89,9 +93,9 @@ def carry_out(seed: int, count: int, trouble: float) -> tuple[Schedule, Shards, 
                 return watcher
         raise AssertionError("it does not end")
 
-    async def turn(watcher: Watcher | None) -> Watcher:
-        if watcher is None or (watcher.state == "finished" and await watcher.resumed()):
-            watcher = Watcher(
+    async def turn(watcher: RunWatcher | None) -> RunWatcher:
+        if watcher is None or (watcher.state == "finished" and await watcher.has_new_data()):
+            watcher = RunWatcher(
                 "",
                 store=store,
                 now=lambda: schedule.clock,
@@ -99,7 +103,7 @@ def carry_out(seed: int, count: int, trouble: float) -> tuple[Schedule, Shards, 
                 follow=shards.follow,
             )
             await watcher.open()
-        await watcher.turn()
+        await watcher.poll_once()
         return watcher
 
     return schedule, shards, asyncio.run(run())
@@ -143,9 +147,9 @@ def test_each_rank_has_one_shard() -> None:
     shards.shards = [Shard(index, 2, Watched(index), lambda: schedule.clock) for index in range(2)]
 
     async def look() -> None:
-        watcher = Watcher("", store=store, now=lambda: schedule.clock, follow=shards.follow)
+        watcher = RunWatcher("", store=store, now=lambda: schedule.clock, follow=shards.follow)
         await watcher.open()
-        await watcher.turn()
+        await watcher.poll_once()
 
     asyncio.run(look())
     for index, keys in asked.items():
@@ -167,9 +171,9 @@ def test_a_call_that_is_executed_once_more_swallows_nothing(restarted: bool) -> 
     def take(fact: Fact) -> None:
         add(view, fact)
 
-    follow = ShardedFollow(store, take, lambda: clock[0], Rhythm(), run="", calls=[call])
+    follow = ShardedPoller(store, take, lambda: clock[0], PollIntervals(), run="", calls=[call])
     asyncio.run(follow.poll())
-    assert msgspec.msgpack.decode(sent[-1], type=Asked).tracks == ()
+    assert msgspec.msgpack.decode(sent[-1], type=PollRequest).tracks == ()
     writer.step(ModeKeys.TRAIN, 1, {}).flush()
     clock[0] += 40.0
     if restarted:
@@ -199,7 +203,7 @@ def test_what_a_snapshot_lacks_of_a_rank_is_asked_for_again(lacking: int, there:
     def take(fact: Fact) -> None:
         add(view, fact)
 
-    follow = Follow(store, take, lambda: 1000.0)
+    follow = StorePoller(store, take, lambda: 1000.0)
     follow.adopt(view, {}, ())
     asyncio.run(follow.poll())
     known = view.rank(0, 0)
@@ -220,12 +224,12 @@ def test_a_shard_that_is_gone_holds_up_nobody() -> None:
         await asyncio.sleep(3600)
         return data
 
-    async def look() -> Watcher:
-        watcher = Watcher(
+    async def look() -> RunWatcher:
+        watcher = RunWatcher(
             "",
             store=store,
             now=lambda: schedule.clock,
-            follow=lambda *facts: ShardedFollow(
+            follow=lambda *facts: ShardedPoller(
                 *facts,
                 run="",
                 calls=[lambda data: shards.call(0, data), gone],
@@ -233,7 +237,7 @@ def test_a_shard_that_is_gone_holds_up_nobody() -> None:
             ),
         )
         await watcher.open()
-        await watcher.turn()
+        await watcher.poll_once()
         return watcher
 
     watcher = asyncio.run(look())

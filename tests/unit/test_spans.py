@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smdist.coordination.service.merge_once import merge_once
-from smdist.coordination.service.poll_schedule import Rhythm
-from smdist.coordination.service.store_poller import Follow
+from smdist.coordination.service.poll_schedule import PollIntervals
+from smdist.coordination.service.store_poller import StorePoller
 from smdist.coordination.view.run_view import Fact, View, fold
 from smdist.errors import StoreError
 from smdist.format.manifest import (
@@ -192,7 +192,7 @@ def test_who_follows_finds_the_same_with_spans_and_without(built: MemoryStore, h
 def followed(store: MemoryStore) -> View:
     facts: list[Fact] = []
     clock = [1e12]  # long after the rank began
-    follow = Follow(store, facts.append, lambda: clock[0], Rhythm(interval_s=0.0))
+    follow = StorePoller(store, facts.append, lambda: clock[0], PollIntervals(interval_s=0.0))
     for _ in range(20 + 10 * 5):  # gaps are passed over after a silence
         sync.run(follow.poll())
         clock[0] += 100
@@ -204,7 +204,7 @@ def followed(store: MemoryStore) -> View:
 
 def test_who_comes_late_to_follow_needs_few_requests(built: MemoryStore) -> None:
     store = copy(built)
-    follow = Follow(store, lambda _fact: None, lambda: 1e12, Rhythm(interval_s=0.0))
+    follow = StorePoller(store, lambda _fact: None, lambda: 1e12, PollIntervals(interval_s=0.0))
     found = sync.run(follow.poll())
     assert found.manifests == MANY
     assert store.asked["get spans"] == 3
@@ -214,7 +214,7 @@ def test_who_comes_late_to_follow_needs_few_requests(built: MemoryStore) -> None
 
 def test_one_that_fell_behind_catches_up_by_spans(built: MemoryStore) -> None:
     store = copy(built)
-    follow = Follow(store, lambda _fact: None, lambda: 1e12, Rhythm(interval_s=0.0))
+    follow = StorePoller(store, lambda _fact: None, lambda: 1e12, PollIntervals(interval_s=0.0))
     hidden = {k: v for k, v in store.objects.items() if k.startswith(("manifests", "spans"))}
     early = {manifest_key("worker_0", 0, seq) for seq in range(20)}
     store.objects = {k: v for k, v in store.objects.items() if k not in hidden or k in early}
@@ -234,7 +234,7 @@ def test_a_long_backlog_is_read_a_share_at_a_time(spans: bool) -> None:
     build(store, 4096 + 256 + 3)
     store = store if spans else without_spans(store)
     counting = copy(store)
-    follow = Follow(counting, lambda _fact: None, lambda: 1e12, Rhythm(interval_s=0.0))
+    follow = StorePoller(counting, lambda _fact: None, lambda: 1e12, PollIntervals(interval_s=0.0))
     found = [sync.run(follow.poll()).manifests for _ in range(3)]
     assert sum(found) == 4096 + 256 + 3
     assert found[0] == 4096

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from smdist import errors
 from smdist.coordination.columnar import chunks as sealed
-from smdist.coordination.service.leadership import Lease, Standing
+from smdist.coordination.service.leadership import ClaimId, LeaseRecord
 from smdist.coordination.snapshot import layout_packs
 from smdist.coordination.snapshot import pack as snapshot
 from smdist.coordination.snapshot.pack import POINTER_KEY, Pointer
@@ -474,8 +474,8 @@ def test_an_older_pointer_takes_no_trial_back() -> None:
 
 
 def hold_lease(store: Store, *, released: bool = False, age_s: float = 0.0) -> None:
-    lease = Lease(1, "w", time.time() - age_s, 30.0, released)
-    key = Standing(1, "w").lease_key
+    lease = LeaseRecord(1, "w", time.time() - age_s, 30.0, released)
+    key = ClaimId(1, "w").lease_key
     sync.run(store.put(key, [encode(lease, key)]))
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from smdist.coordination.service.hint_server import INBOX_KEY, Hint, Post
+from smdist.coordination.service.hint_server import INBOX_KEY, Hint, InboxRecord
 from smdist.errors import ObjectNotFound
 from smdist.format.manifest import Session
 from smdist.format.stored_json import read
@@ -41,7 +41,7 @@ class Announcer:
     ) -> None:
         self._store, self._run_id, self._session, self._clock = store, run_id, session, clock
         self._newest = self._sent = -1
-        self._post: Post | None = None
+        self._post: InboxRecord | None = None
         self._look_at = self._send_at = float("-inf")
         self._look_s = _LOOK_S
         self._task: asyncio.Task[None] | None = None
@@ -79,11 +79,11 @@ class Announcer:
         self._look_s = min(2 * self._look_s, _MOST_LOOK_S)
         self._post = None
         with contextlib.suppress(ObjectNotFound):
-            self._post = await read(self._store, INBOX_KEY, Post)
+            self._post = await read(self._store, INBOX_KEY, InboxRecord)
             self._look_s = _LOOK_S
             self._look_at = self._clock() + _LOOK_S
 
-    async def _send(self, post: Post, seq: int) -> None:
+    async def _send(self, post: InboxRecord, seq: int) -> None:
         session = self._session
         hint = Hint(post.token, self._run_id, worker_name(session.rank), session.attempt, seq)
         _, writer = await asyncio.open_connection(post.host, post.port)

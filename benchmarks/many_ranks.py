@@ -29,7 +29,7 @@ from benchmarks.table import Row, plain
 from smdist.coordination.snapshot.pack import POINTER_KEY, Packed, pack
 from smdist.coordination.view.run_view import View, add
 from smdist.format.fold import fold
-from smdist.format.inline_segment import settle
+from smdist.format.inline_segment import extract_segment
 from smdist.format.journal_records import Close, Declare, Inline, Piece, TensorSpec
 from smdist.format.layout import Layout
 from smdist.format.manifest import (
@@ -165,7 +165,7 @@ class Merge:
 
     def fold(self, manifests: Sequence[bytes]) -> None:
         for data in manifests:
-            manifest, _ = settle("", msgspec.json.decode(data, type=RankManifest))
+            manifest, _ = extract_segment("", msgspec.json.decode(data, type=RankManifest))
             add(self.view, manifest)
 
     def pack(self, *, final: bool = False) -> Packed:

@@ -14,23 +14,23 @@ from typing import Annotated, Final
 from smdist.checking import Between, Matches
 
 __all__ = [
-    "MOST_ABSENT",
-    "MOST_BYTES",
-    "MOST_CELLS",
-    "MOST_COLUMNS",
-    "MOST_NUMBER",
-    "MOST_RANKS",
-    "MOST_STATISTICS_BYTES",
-    "MOST_STEPS",
-    "MOST_TENSOR_BYTES",
-    "MOST_TIME",
+    "MAX_ABSENT_RANKS",
+    "MAX_CELLS",
+    "MAX_COLUMNS",
+    "MAX_NUMBER",
+    "MAX_OBJECT_BYTES",
+    "MAX_RANKS",
+    "MAX_STATISTICS_BYTES",
+    "MAX_STEPS",
+    "MAX_TENSOR_BYTES",
+    "MAX_TIME",
     "Bytes",
     "Digest",
-    "Include",
+    "IncludeWorkers",
     "MergedKey",
     "Mode",
     "Number",
-    "OrNone",
+    "OptionalNumber",
     "Rank",
     "Seconds",
     "SegmentKey",
@@ -40,22 +40,22 @@ __all__ = [
     "WorldSize",
     "check_progression",
     "check_total",
-    "most_bytes",
+    "max_object_bytes",
 ]
 
-MOST_RANKS: Final = 1 << 17
-MOST_ABSENT: Final = 1 << 20  # ranks of all attempts that are said to be, and left no trace
-MOST_STEPS: Final = 1 << 21  # in a merged snapshot; a longer run is read from its manifests
-MOST_CELLS: Final = 1 << 23  # steps times ranks in one chunk of a snapshot
-MOST_NUMBER: Final = (1 << 62) - 1  # of a step, a record, a byte: the sum of two fits into 64 bits
-MOST_TIME: Final = 253402300799  # the end of the year 9999
-MOST_TENSOR_BYTES: Final = 32 << 30
-MOST_STATISTICS_BYTES: Final = 256 << 20  # of one block
-MOST_COLUMNS: Final = 1024  # of statistics
+MAX_RANKS: Final = 1 << 17
+MAX_ABSENT_RANKS: Final = 1 << 20  # ranks of all attempts that are said to be, and left no trace
+MAX_STEPS: Final = 1 << 21  # in a merged snapshot; a longer run is read from its manifests
+MAX_CELLS: Final = 1 << 23  # steps times ranks in one chunk of a snapshot
+MAX_NUMBER: Final = (1 << 62) - 1  # of a step, a record, a byte: the sum of two fits into 64 bits
+MAX_TIME: Final = 253402300799  # the end of the year 9999
+MAX_TENSOR_BYTES: Final = 32 << 30
+MAX_STATISTICS_BYTES: Final = 256 << 20  # of one block
+MAX_COLUMNS: Final = 1024  # of statistics
 
 _MIB = 1 << 20
 # Of objects that are read whole, by the first part of their key. Segments are read by ranges.
-MOST_BYTES: Final[dict[str, int]] = {
+MAX_OBJECT_BYTES: Final[dict[str, int]] = {
     "run.json": 1 * _MIB,
     "heartbeats": 1 * _MIB,
     "sessions": 16 * _MIB,
@@ -71,18 +71,18 @@ _MOST_OF_OTHERS = 1024 * _MIB
 
 _PART = r"[^./\x00][^/\x00]*"  # as `smdist.storage.store.check_key` wants it
 
-Number = Annotated[int, Between(0, MOST_NUMBER)]
-OrNone = Annotated[int, Between(-1, MOST_NUMBER)]
+Number = Annotated[int, Between(0, MAX_NUMBER)]
+OptionalNumber = Annotated[int, Between(-1, MAX_NUMBER)]
 """-1 stands for "there is none"."""
 Bytes = Number
-Stride = Annotated[int, Between(-MOST_NUMBER, MOST_NUMBER)]
-Rank = Annotated[int, Between(0, MOST_RANKS - 1)]
-WorldSize = Annotated[int, Between(0, MOST_RANKS)]
+Stride = Annotated[int, Between(-MAX_NUMBER, MAX_NUMBER)]
+Rank = Annotated[int, Between(0, MAX_RANKS - 1)]
+WorldSize = Annotated[int, Between(0, MAX_RANKS)]
 Mode = Annotated[int, Between(1, 4)]
-Time = Annotated[float, Between(0, MOST_TIME)]
+Time = Annotated[float, Between(0, MAX_TIME)]
 """Seconds since 1970."""
 Seconds = Annotated[float, Between(0, 1e9)]
-Include = Annotated[str, Matches(re.compile("one|all"), "choice of workers", 3)]
+IncludeWorkers = Annotated[str, Matches(re.compile("one|all"), "choice of workers", 3)]
 Worker = Annotated[str, Matches(re.compile("worker_[0-9]{1,6}"), "name of a worker", 13)]
 Digest = Annotated[str, Matches(re.compile("[0-9A-Za-z_-]*"), "digest", 64)]
 MergedKey = Annotated[str, Matches(re.compile(rf"merged/[a-z]+/{_PART}"), "key of a snapshot", 300)]
@@ -90,18 +90,20 @@ SegmentKey = Annotated[str, Matches(re.compile(rf"\.|({_PART}(/{_PART})*)?"), "k
 """A key below the run's root; ".": the manifest itself; or nothing."""
 
 
-def most_bytes(key: str) -> int:
+def max_object_bytes(key: str) -> int:
     """Bytes that the object `key` may have to be read whole, also in a run below a store's root."""
     parts = key.split("/")
-    return next((MOST_BYTES[part] for part in parts if part in MOST_BYTES), _MOST_OF_OTHERS)
+    return next(
+        (MAX_OBJECT_BYTES[part] for part in parts if part in MAX_OBJECT_BYTES), _MOST_OF_OTHERS
+    )
 
 
 def check_progression(first: int, stride: int, count: int) -> None:
     """ValueError when one of `count` numbers that grow by `stride` is none that is read."""
     last = first + (count - 1) * stride
-    if count < 1 or not 0 <= last <= MOST_NUMBER:
+    if count < 1 or not 0 <= last <= MAX_NUMBER:
         raise ValueError(
-            f"{count} numbers from {first} on by {stride}: up to {MOST_NUMBER} are read"
+            f"{count} numbers from {first} on by {stride}: up to {MAX_NUMBER} are read"
         )
 
 

@@ -15,7 +15,7 @@ import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-__all__ = ["alive", "cpu_seconds", "start_ticks", "stopped", "watching"]
+__all__ = ["cpu_seconds", "is_alive", "is_stopped", "start_ticks", "watch_exit"]
 
 _POLL_S = 0.5
 _STATE, _USER, _SYSTEM, _START = (
@@ -49,7 +49,7 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[_USER]) + int(fields[_SYSTEM])) / os.sysconf("SC_CLK_TCK")
 
 
-def alive(pid: int, ticks: int = 0) -> bool:
+def is_alive(pid: int, ticks: int = 0) -> bool:
     """Does the process that was `pid` and started at `ticks` (0: unknown) still run?
 
     One that has ended and waits for its parent to notice does not.
@@ -70,7 +70,7 @@ def alive(pid: int, ticks: int = 0) -> bool:
     return True
 
 
-def stopped(pid: int) -> bool:
+def is_stopped(pid: int) -> bool:
     """Whether somebody has stopped it, a debugger aside; it is there and does nothing."""
     fields = _stat(pid)
     return fields is not None and fields[_STATE] == "T"
@@ -84,12 +84,12 @@ def _has_threads(pid: int) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def watching(pid: int, ticks: int, poll_s: float = _POLL_S) -> AsyncIterator[asyncio.Event]:
+async def watch_exit(pid: int, ticks: int, poll_s: float = _POLL_S) -> AsyncIterator[asyncio.Event]:
     """An event that is set once that process is gone. Used within one event loop."""
     gone = asyncio.Event()
     descriptor = _open(pid)
     # Only now: from here on the descriptor cannot mean a later process of the same number.
-    if not alive(pid, ticks):
+    if not is_alive(pid, ticks):
         gone.set()
     loop = asyncio.get_running_loop()
     poll: asyncio.Task[None] | None = None
@@ -122,6 +122,6 @@ def _told(loop: asyncio.AbstractEventLoop, descriptor: int, gone: asyncio.Event)
 
 
 async def _poll(pid: int, ticks: int, poll_s: float, gone: asyncio.Event) -> None:
-    while alive(pid, ticks):  # noqa: ASYNC110 - nothing would set an event
+    while is_alive(pid, ticks):  # noqa: ASYNC110 - nothing would set an event
         await asyncio.sleep(poll_s)
     gone.set()

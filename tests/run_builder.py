@@ -18,7 +18,7 @@ import numpy as np
 
 from smdist.format.dtypes import dtype_code
 from smdist.format.fold import fold
-from smdist.format.inline_segment import attach, attachable
+from smdist.format.inline_segment import can_embed, embed_segment
 from smdist.format.journal_records import (
     Close,
     Declare,
@@ -45,7 +45,7 @@ from smdist.format.manifest import (
     segment_key,
     session_key,
 )
-from smdist.format.segment import compose, with_open
+from smdist.format.segment import compose, mark_continued
 from smdist.format.stored_json import encode
 from smdist.identity import ModeKeys, worker_name
 from smdist.kernel.tensor_stats import columns_for, measure
@@ -152,10 +152,10 @@ class RankWriter:
             session=self.session,
             seq=self.seq,
         )
-        segment = with_open(segment, self.begun)
+        segment = mark_continued(segment, self.begun)
         for digest, layout in segment.layouts.items():
             self._put(layout_key(digest), layout.to_json())
-        apart = not attachable(segment, self.attach_bytes)
+        apart = not can_embed(segment, self.attach_bytes)
         if segment.key and apart:
             sync.run(self.store.put(segment.key, segment.chunks))
         manifest = RankManifest(
@@ -176,7 +176,7 @@ class RankWriter:
         )
         self._tell(
             manifest_key(self.worker, self.session.attempt, self.seq),
-            manifest if apart else attach(manifest, segment),
+            manifest if apart else embed_segment(manifest, segment),
         )
         self.seq += 1
         self.pieces = []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from smdist.format.inline_segment import settle
+from smdist.format.inline_segment import extract_segment
 from smdist.format.manifest import RankManifest, RankSpan, manifest_key
 from smdist.storage import MemoryStore
 from smdist.storage import loop_thread as sync
@@ -61,7 +61,11 @@ def assert_spans_agree(folder: Path) -> Sequence[str]:
         stored = [
             msgspec.json.decode((folder / key).read_bytes(), type=RankManifest) for key in keys
         ]
-        settled = [settle(key, one).manifest for key, one in zip(keys, stored, strict=True)]
-        assert [settle(key, one).manifest for key, one in zip(keys, told, strict=True)] == settled
+        settled = [
+            extract_segment(key, one).manifest for key, one in zip(keys, stored, strict=True)
+        ]
+        assert [
+            extract_segment(key, one).manifest for key, one in zip(keys, told, strict=True)
+        ] == settled
         found.append(path.name)
     return found

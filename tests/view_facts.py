@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from smdist.format.manifest import Dropped, Heartbeat, RankManifest, Session, StepEntry, segment_key
-from smdist.limits import MOST_NUMBER
+from smdist.limits import MAX_NUMBER
 
 small = st.integers(0, 3)
 times = st.integers(0, 50).map(float)
@@ -32,7 +32,7 @@ def entries(draw: st.DrawFn, numbers: st.SearchStrategy[int] = small) -> StepEnt
         closed=draw(st.booleans()),
         layout=draw(st.sampled_from(["", "a", "b"])),
         segment=draw(st.sampled_from(segments)),
-        offset=draw(st.sampled_from([0, 8, MOST_NUMBER])),
+        offset=draw(st.sampled_from([0, 8, MAX_NUMBER])),
         began=0.5,
         time=draw(times),
         planned=draw(st.booleans()),

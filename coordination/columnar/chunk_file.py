@@ -20,7 +20,7 @@ from smdist.format.block import crc32c
 from smdist.format.dtypes import HeaderEntry, decode, dtype_code, header_bytes, parse_header
 from smdist.format.manifest import FORMAT
 from smdist.identity import ModeKeys
-from smdist.limits import MOST_CELLS, MOST_NUMBER, MOST_RANKS, MOST_TIME, check_total
+from smdist.limits import MAX_CELLS, MAX_NUMBER, MAX_RANKS, MAX_TIME, check_total
 
 __all__ = ["content_digest", "from_bytes", "to_bytes"]
 
@@ -87,8 +87,8 @@ def _columns(arrays: Mapping[str, Array], about: Mapping[str, str]) -> Columns:
     mode_steps, ranks = (_whole(arrays[name]) for name in ("mode_steps", "ranks"))
     shape, count = (len(mode_steps), len(ranks)), (1, int(about["blocks"]))
     # What is not stored is 0, so numbers alone could ask for any amount of memory.
-    check_total("cells", [len(mode_steps) * len(ranks)], MOST_CELLS)
-    check_total("further blocks", [count[1]], MOST_CELLS)
+    check_total("cells", [len(mode_steps) * len(ranks)], MAX_CELLS)
+    check_total("further blocks", [count[1]], MAX_CELLS)
     return Columns(
         int(about["attempt"]),
         int(about["mode"]),
@@ -111,14 +111,14 @@ def _check(columns: Columns) -> None:
     if columns.attempt < 0 or columns.mode not in _MODES:
         raise ValueError(f"attempt {columns.attempt}, mode {columns.mode}")
     steps, ranks = len(columns.mode_steps), len(columns.ranks)
-    for array, largest in ((columns.mode_steps, MOST_NUMBER), (columns.ranks, MOST_RANKS - 1)):
+    for array, largest in ((columns.mode_steps, MAX_NUMBER), (columns.ranks, MAX_RANKS - 1)):
         _check_range("steps or ranks", array, largest)
         if (np.diff(array) <= 0).any():
             raise ValueError("steps or ranks are not in order")
     most = {"flags": 63, "layout": len(columns.layouts) - 1, "name": len(columns.names) - 1}
     for arrays in (columns.cells, columns.more):
         for name, dtype in FIELDS.items():
-            kind = MOST_TIME if dtype.kind == "f" else MOST_NUMBER
+            kind = MAX_TIME if dtype.kind == "f" else MAX_NUMBER
             _check_range(name, arrays[name], most.get(name, kind))
     _check_range("row", columns.more["row"], steps - 1)
     _check_range("column", columns.more["column"], ranks - 1)

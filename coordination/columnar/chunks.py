@@ -17,7 +17,7 @@ from smdist.coordination.columnar.blocks import Blocks, StepKey
 from smdist.coordination.columnar.building import empty, extended, pieces
 from smdist.coordination.columnar.chunk_file import content_digest, to_bytes
 from smdist.coordination.columnar.step_rows import StepRow, StepRun, rows_of, runs_of
-from smdist.limits import MOST_CELLS, Bytes, MergedKey, Mode, check_total
+from smdist.limits import MAX_CELLS, Bytes, MergedKey, Mode, check_total
 
 if TYPE_CHECKING:
     from smdist.coordination.columnar.columns import Columns
@@ -40,7 +40,7 @@ class ChunkRef(msgspec.Struct, frozen=True, array_like=True):
 
     def check(self) -> None:
         """ValueError when it cannot be what a writer of ours has made."""
-        check_total("cells in a chunk", (run.cells for run in self.runs), MOST_CELLS)
+        check_total("cells in a chunk", (run.cells for run in self.runs), MAX_CELLS)
         last = -1
         for run in self.runs:
             run.check()

@@ -16,7 +16,7 @@ import numpy as np
 
 from smdist.coordination.columnar.blocks import Blocks
 from smdist.coordination.columnar.step_rows import StepRow
-from smdist.format.intervals import Spans, spans_of
+from smdist.format.intervals import Intervals, to_intervals
 from smdist.format.manifest import StepEntry, manifest_key, segment_key
 from smdist.identity import worker_name
 
@@ -209,7 +209,7 @@ class Columns:
 
     def _numbers(
         self, row: int, present: Array, masks: _SpansOf
-    ) -> tuple[int, tuple[tuple[int, Spans], ...]]:
+    ) -> tuple[int, tuple[tuple[int, Intervals], ...]]:
         steps = self.cells["step"][row]
         here = steps[present]
         first = int(here[0])
@@ -240,9 +240,9 @@ class _SpansOf:
 
     def __init__(self, ranks: Array) -> None:
         self._ranks = ranks
-        self._all = spans_of(ranks.tolist())
+        self._all = to_intervals(ranks.tolist())
 
-    def __call__(self, mask: Array) -> Spans:
+    def __call__(self, mask: Array) -> Intervals:
         if not mask.any():
             return ()
-        return self._all if mask.all() else spans_of(self._ranks[mask].tolist())
+        return self._all if mask.all() else to_intervals(self._ranks[mask].tolist())

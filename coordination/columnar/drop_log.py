@@ -13,7 +13,7 @@ from functools import cached_property
 import msgspec
 
 from smdist.coordination.columnar.blocks import StepKey
-from smdist.format.intervals import RankSpans, Spans, check_spans, spans_of
+from smdist.format.intervals import Intervals, RankIntervals, check_intervals, to_intervals
 from smdist.format.manifest import FORMAT, Dropped
 from smdist.format.stored_json import encode
 from smdist.limits import Bytes, MergedKey, Mode, Number, Rank, Stride, check_progression
@@ -98,13 +98,13 @@ class DropRun(msgspec.Struct, frozen=True, array_like=True):
     step: Number
     step_stride: Stride
     count: Number
-    ranks: RankSpans
+    ranks: RankIntervals
 
     def check(self) -> None:
         """ValueError when it cannot be what a writer of ours has made."""
         check_progression(self.mode_step, self.mode_stride, self.count)
         check_progression(self.step, self.step_stride, self.count)
-        check_spans(self.ranks)
+        check_intervals(self.ranks)
 
     def steps(self) -> Iterator[tuple[StepKey, int]]:
         for i in range(self.count):
@@ -155,9 +155,9 @@ class DropLog:
         self.batches = tuple(by_key[key] for key in sorted(by_key))
 
     @cached_property
-    def steps(self) -> dict[StepKey, list[tuple[int, Spans]]]:
+    def steps(self) -> dict[StepKey, list[tuple[int, Intervals]]]:
         """Of each step the global numbers it was given, with the ranks that dropped some of it."""
-        found: dict[StepKey, list[tuple[int, Spans]]] = {}
+        found: dict[StepKey, list[tuple[int, Intervals]]] = {}
         for batch in self.batches:
             for run in batch.ref.runs:
                 for key, number in run.steps():
@@ -217,7 +217,7 @@ def _runs(content: Content) -> Iterator[DropRun]:
             of_step = numbers.setdefault((what.mode, what.mode_step), {})
             of_step[rank] = min(of_step.get(rank, what.step), what.step)
     steps = [
-        (mode, mode_step, number, spans_of(r for r, n in ranks.items() if n == number))
+        (mode, mode_step, number, to_intervals(r for r, n in ranks.items() if n == number))
         for (mode, mode_step), ranks in sorted(numbers.items())
         for number in sorted(set(ranks.values()))
     ]

@@ -13,13 +13,13 @@ import msgspec
 
 from smdist.coordination.columnar.blocks import Blocks
 from smdist.format.intervals import (
-    RankSpans,
-    Spans,
-    check_spans,
-    joined,
-    size,
-    spans_of,
-    without,
+    Intervals,
+    RankIntervals,
+    check_intervals,
+    count_members,
+    merge_intervals,
+    subtract,
+    to_intervals,
 )
 from smdist.limits import Digest, Number, Stride, check_progression
 
@@ -33,11 +33,11 @@ class StepRow(NamedTuple):
 
     mode_step: int
     step: int
-    ranks: Spans
+    ranks: Intervals
     layouts: tuple[str, ...]
-    open: Spans = ()
+    open: Intervals = ()
     planned: bool = True
-    numbers: tuple[tuple[int, Spans], ...] = ()
+    numbers: tuple[tuple[int, Intervals], ...] = ()
 
 
 class StepRun(msgspec.Struct, frozen=True, array_like=True):
@@ -48,31 +48,31 @@ class StepRun(msgspec.Struct, frozen=True, array_like=True):
     step: Number
     step_stride: Stride
     count: Number
-    ranks: RankSpans
+    ranks: RankIntervals
     layouts: tuple[Digest, ...]
-    open: RankSpans = ()
+    open: RankIntervals = ()
     planned: bool = True
-    numbers: tuple[tuple[Number, RankSpans], ...] = ()
+    numbers: tuple[tuple[Number, RankIntervals], ...] = ()
 
     def check(self) -> None:
         """ValueError when it cannot be what a writer of ours has made."""
         check_progression(self.mode_step, self.mode_stride, self.count)
         check_progression(self.step, self.step_stride, self.count)
         for spans in (self.ranks, self.open, *(spans for _, spans in self.numbers)):
-            check_spans(spans)
-        if not self.ranks or without(joined((*self.open, *self._numbered)), self.ranks):
+            check_intervals(spans)
+        if not self.ranks or subtract(merge_intervals((*self.open, *self._numbered)), self.ranks):
             raise ValueError(f"step {self.mode_step} is of ranks that it has nothing of")
 
     @property
     def cells(self) -> int:
-        return self.count * size(self.ranks)
+        return self.count * count_members(self.ranks)
 
     @property
     def last(self) -> int:
         return self.mode_step + (self.count - 1) * self.mode_stride
 
     @property
-    def _numbered(self) -> Spans:
+    def _numbered(self) -> Intervals:
         return tuple(span for _, spans in self.numbers for span in spans)
 
     def rows(self) -> Iterator[StepRow]:
@@ -132,9 +132,9 @@ def row_of(mode_step: int, blocks: Mapping[int, Blocks]) -> StepRow:
     return StepRow(
         mode_step,
         next(iter(numbers)),
-        spans_of(blocks),
+        to_intervals(blocks),
         tuple(sorted(layouts)),
-        spans_of(unclosed),
+        to_intervals(unclosed),
         planned,
-        tuple((n, spans_of(r)) for n, r in numbers.items()) if len(numbers) > 1 else (),
+        tuple((n, to_intervals(r)) for n, r in numbers.items()) if len(numbers) > 1 else (),
     )

@@ -29,7 +29,7 @@ from smdist.coordination.service.directory_watcher import DirectoryWatcher
 from smdist.coordination.service.run_watcher import MakePoller
 from smdist.coordination.service.sharding import Shard, ShardedPoller
 from smdist.coordination.service.store_poller import StorePoller
-from smdist.coordination.view.membership import PATIENCE, Patience
+from smdist.coordination.view.membership import DEFAULT_TIMEOUTS, LivenessTimeouts
 from smdist.errors import ConfigurationError, CoordinationError, NoSuchRun
 from smdist.identity import ModeKeys
 from smdist.storage.s3.options import parse_s3_url
@@ -59,8 +59,8 @@ _SETTLE_S = 30.0  # how long a question waits for a run that was not read yet
 class Settings(msgspec.Struct, frozen=True):
     watch: str
     interval_s: float = 1.0
-    lost_after_s: float = PATIENCE.lost_after_s
-    lagging_after_s: float = PATIENCE.lagging_after_s
+    lost_after_s: float = DEFAULT_TIMEOUTS.lost_after_s
+    lagging_after_s: float = DEFAULT_TIMEOUTS.lagging_after_s
     take_over: bool = False
     inbox: bool = True  # uploaders that can reach the actor's node tell it what they have written
     shards: int = 1  # processes that read for it; one: it reads itself
@@ -140,7 +140,7 @@ class Coordinator:
         self._watch = DirectoryWatcher(
             chosen.watch,
             interval_s=chosen.interval_s,
-            patience=Patience(chosen.lost_after_s, chosen.lagging_after_s),
+            patience=LivenessTimeouts(chosen.lost_after_s, chosen.lagging_after_s),
             writer=f"actor {context.get_actor_id()}",  # the same after a restart
             # Once: whoever has taken over from us in the meantime was told to.
             take_over=chosen.take_over and not context.was_current_actor_reconstructed,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from smdist.coordination.service.hint_server import Hint, HintServer
 from smdist.coordination.service.run_watcher import MakePoller, RunWatcher
 from smdist.coordination.service.store_poller import StorePoller
-from smdist.coordination.view.membership import PATIENCE, Patience
+from smdist.coordination.view.membership import DEFAULT_TIMEOUTS, LivenessTimeouts
 from smdist.coordination.view.status import RunStatus
 from smdist.errors import (
     AlreadyCoordinated,
@@ -58,7 +58,7 @@ class DirectoryWatcher:
         *,
         store: Store | None = None,
         interval_s: float = 1.0,
-        patience: Patience = PATIENCE,
+        patience: LivenessTimeouts = DEFAULT_TIMEOUTS,
         now: Callable[[], float] = time.time,
         writer: str | None = None,
         take_over: bool = False,

@@ -21,8 +21,8 @@ from smdist.coordination.service.store_poller import PollCounts, PollIntervals, 
 from smdist.coordination.snapshot.pack import Packed, compacted, load_view, pack
 from smdist.coordination.view.describe import attempt_lines, latest_complete, rank_lines, waited_for
 from smdist.coordination.view.membership import (
-    PATIENCE,
-    Patience,
+    DEFAULT_TIMEOUTS,
+    LivenessTimeouts,
     RankReport,
     check_absent,
     expected_ranks,
@@ -43,7 +43,7 @@ from smdist.errors import (
     Superseded,
     WaitTimeout,
 )
-from smdist.format.intervals import spans_of, without
+from smdist.format.intervals import subtract, to_intervals
 from smdist.format.manifest import FORMAT, RUN_KEY, Heartbeat, RankManifest, Run
 from smdist.format.stored_json import read
 from smdist.identity import ModeKeys
@@ -77,7 +77,7 @@ class RunWatcher:
         *,
         store: Store | None = None,
         interval_s: float = 1.0,
-        patience: Patience = PATIENCE,
+        patience: LivenessTimeouts = DEFAULT_TIMEOUTS,
         now: Callable[[], float] = time.time,
         writer: str | None = None,
         take_over: bool = False,
@@ -395,8 +395,8 @@ class RunWatcher:
 
     def _absent(self) -> bool:
         newest = max(self._view.attempts)
-        known = spans_of(self._view.attempts[newest])
-        return bool(without(expected_ranks(self._view, newest).spans, known))
+        known = to_intervals(self._view.attempts[newest])
+        return bool(subtract(expected_ranks(self._view, newest).intervals, known))
 
     async def _write(self) -> bool:
         now, tenure = self._now(), self._tenure

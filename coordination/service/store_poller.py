@@ -26,10 +26,10 @@ from smdist.coordination.service.poll_schedule import PollIntervals, RankTrack, 
 from smdist.coordination.view.membership import Heard
 from smdist.coordination.view.orphans import Owner, find_orphans
 from smdist.coordination.view.run_view import Fact, View, World
-from smdist.coordination.view.span_reader import Stretch, all_of, read_in_order
+from smdist.coordination.view.span_reader import SpanRequest, all_of, read_in_order
 from smdist.coordination.view.vetting import attested, check_owner, doubt, of_session, whole_summary
 from smdist.errors import CorruptObject, ObjectNotFound, SmdistError, StoreForbidden
-from smdist.format.inline_segment import settle
+from smdist.format.inline_segment import extract_segment
 from smdist.format.intervals import Members
 from smdist.format.layout import Layout
 from smdist.format.manifest import (
@@ -44,7 +44,7 @@ from smdist.format.manifest import (
     layout_key,
     session_key,
 )
-from smdist.format.manifest_spans import Span, cover
+from smdist.format.manifest_spans import ManifestSpan, covering_spans
 from smdist.format.stored_json import decode
 from smdist.identity import worker_name, worker_rank
 from smdist.storage.store import Store
@@ -397,7 +397,7 @@ class StorePoller:
 
         keys = set(await self._list(track.prefix, after=track.key(first - 1) if first else ""))
         there = list(takewhile(lambda seq: track.key(seq) in keys, count(first)))
-        await read_in_order(cover(there), partial(self._of_span, track), take)
+        await read_in_order(covering_spans(there), partial(self._of_span, track), take)
         track.listed = True
         if track.seq == first:
             track.hinted = -1
@@ -407,11 +407,11 @@ class StorePoller:
         track.window = 1 if whole else _MOST_WINDOW
         return whole
 
-    async def _of_span(self, track: RankTrack, span: Span) -> Sequence[RankManifest] | None:
+    async def _of_span(self, track: RankTrack, span: ManifestSpan) -> Sequence[RankManifest] | None:
         if span.length == 1:
             manifest = await self._manifest(track, span.first)
             return None if manifest is None else (manifest,)
-        stretch = Stretch(track.attempt, track.rank, track.session, span)
+        stretch = SpanRequest(track.attempt, track.rank, track.session, span)
         try:
             made = await self._get(stretch.key, RankSpan)
             return None if made is None else stretch.found(made, self.store.url)
@@ -437,7 +437,7 @@ class StorePoller:
         return manifest
 
     def _took(self, track: RankTrack, manifest: RankManifest, found: PollCounts) -> None:
-        manifest, _ = settle(track.key(manifest.seq), manifest)
+        manifest, _ = extract_segment(track.key(manifest.seq), manifest)
         if not track.session:
             track.session = manifest.session
             self.take(attested(manifest, track.suspect))

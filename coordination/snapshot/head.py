@@ -23,17 +23,17 @@ from smdist.coordination.columnar.drop_log import (
 from smdist.coordination.view.run_view import Head as RankHead
 from smdist.coordination.view.run_view import RankView, World
 from smdist.format.intervals import (
-    StoredSpans,
-    check_spans,
-    joined,
-    size,
-    spans_of,
-    without,
+    StoredIntervals,
+    check_intervals,
+    count_members,
+    merge_intervals,
+    subtract,
+    to_intervals,
 )
 from smdist.format.manifest import FORMAT, Heartbeat, Session, StepEntry
 from smdist.limits import (
-    MOST_CELLS,
-    MOST_STEPS,
+    MAX_CELLS,
+    MAX_STEPS,
     MergedKey,
     Mode,
     Number,
@@ -80,10 +80,10 @@ class RankRow(msgspec.Struct, frozen=True, array_like=True):
     closed_at: Time
     drops: tuple[DropRow, ...]
     troubles: tuple[tuple[Number, Number, str], ...]
-    seen: StoredSpans
+    seen: StoredIntervals
     loose: tuple[StepEntry, ...]
     first: Optional[tuple[Number, Time]] = None  # noqa: UP045
-    records: StoredSpans = ()
+    records: StoredIntervals = ()
 
 
 class AttemptRow(msgspec.Struct, frozen=True):
@@ -96,14 +96,14 @@ class AttemptRow(msgspec.Struct, frozen=True):
         """ValueError when it cannot be what a writer of ours has made."""
         refs: tuple[ChunkRef | DropRef, ...] = (*self.chunks, *self.drops)
         for row in self.ranks:
-            check_spans(row.seen)
-            check_spans(row.records)
+            check_intervals(row.seen)
+            check_intervals(row.records)
             check_texts(row.drops, texts)
         for ref in refs:
             ref.check()
         named = {run.ranks for ref in refs for run in ref.runs}
-        known = spans_of(row.rank for row in self.ranks)
-        strange = without(joined(span for spans in named for span in spans), known)
+        known = to_intervals(row.rank for row in self.ranks)
+        strange = subtract(merge_intervals(span for spans in named for span in spans), known)
         if strange:
             raise ValueError(f"rank {strange[0][0]} of attempt {self.attempt} has steps and no row")
 
@@ -131,9 +131,9 @@ class Head(msgspec.Struct, frozen=True):
         chunks = [ref for row in self.attempts for ref in row.chunks]
         drops = [ref for row in self.attempts for ref in row.drops]
         saved = (run.count for ref in chunks for run in ref.runs)
-        check_total("steps in this snapshot", saved, MOST_STEPS)
-        dropped = (run.count * size(run.ranks) for ref in drops for run in ref.runs)
-        check_total("dropped steps of ranks in this snapshot", dropped, MOST_CELLS)
+        check_total("steps in this snapshot", saved, MAX_STEPS)
+        dropped = (run.count * count_members(run.ranks) for ref in drops for run in ref.runs)
+        check_total("dropped steps of ranks in this snapshot", dropped, MAX_CELLS)
 
 
 def head_key(epoch: int, number: int, writer: str) -> str:

@@ -37,7 +37,7 @@ from smdist.coordination.snapshot.head import (
 )
 from smdist.coordination.snapshot.layout_packs import pack_layouts
 from smdist.coordination.snapshot.load import Loaded, load_view
-from smdist.coordination.view.membership import PATIENCE, Patience
+from smdist.coordination.view.membership import DEFAULT_TIMEOUTS, LivenessTimeouts
 from smdist.coordination.view.run_view import RankView, View
 from smdist.format.layout import Layout
 from smdist.format.stored_json import encode
@@ -88,7 +88,7 @@ def pack(
     interval_s: float,
     final: bool,
     layouts: Mapping[str, Layout],
-    patience: Patience = PATIENCE,
+    patience: LivenessTimeouts = DEFAULT_TIMEOUTS,
 ) -> Packed:
     """The snapshot `(epoch, number)` of `view`. Costs as much as what is new since `previous`.
 

@@ -27,9 +27,9 @@ from smdist.coordination.view.step_facts import (
     step_facts,
 )
 from smdist.errors import CorruptObject
-from smdist.format.intervals import Members, joined, size, spans_of, without
+from smdist.format.intervals import Members, count_members, merge_intervals, subtract, to_intervals
 from smdist.identity import ModeKeys
-from smdist.limits import MOST_ABSENT
+from smdist.limits import MAX_ABSENT_RANKS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from smdist.coordination.view.run_view import RankView, View
 
 __all__ = [
-    "PATIENCE",
+    "DEFAULT_TIMEOUTS",
     "Disagreement",
     "Heard",
     "Hearing",
+    "LivenessTimeouts",
     "MissingReason",
-    "Patience",
     "RankReport",
     "RankStatus",
     "StepFacts",
@@ -87,12 +87,12 @@ class MissingReason(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class LivenessTimeouts:
     lost_after_s: float = 60.0
     lagging_after_s: float = 30.0
 
 
-PATIENCE = Patience()
+DEFAULT_TIMEOUTS = LivenessTimeouts()
 
 
 class Heard(NamedTuple):
@@ -128,19 +128,20 @@ class RankReport:
 def expected_ranks(view: View, attempt: int) -> Members:
     """The ranks of `attempt` that save, by what its ranks say; all of it if they differ."""
     worlds = {world for known in view.attempts.get(attempt, {}).values() for world in known.worlds}
-    return Members(joined(span for world in worlds for span in world.expected_ranks()))
+    return Members(merge_intervals(span for world in worlds for span in world.expected_ranks()))
 
 
 def check_absent(url: str, view: View) -> None:
     """CorruptObject when more ranks are said to take part without a trace than can be reported."""
-    expected = {attempt: expected_ranks(view, attempt).spans for attempt in view.attempts}
-    if sum(map(size, expected.values())) <= MOST_ABSENT:
+    expected = {attempt: expected_ranks(view, attempt).intervals for attempt in view.attempts}
+    if sum(map(count_members, expected.values())) <= MAX_ABSENT_RANKS:
         return
-    absent = sum(size(without(expected[a], spans_of(known))) for a, known in view.attempts.items())
-    if absent > MOST_ABSENT:
-        detail = (
-            f"{absent} ranks are said to take part and never began; up to {MOST_ABSENT} are read"
-        )
+    absent = sum(
+        count_members(subtract(expected[a], to_intervals(known)))
+        for a, known in view.attempts.items()
+    )
+    if absent > MAX_ABSENT_RANKS:
+        detail = f"{absent} ranks are said to take part and never began; up to {MAX_ABSENT_RANKS} are read"
         raise CorruptObject(url, "sessions/", "read", detail)
 
 
@@ -207,7 +208,7 @@ def _report(
     front: _Front,
     grace: bool,
     now: float,
-    patience: Patience,
+    patience: LivenessTimeouts,
     heard: Mapping[int, Heard],
 ) -> RankReport:
     if known is None or not _started(known):
@@ -234,7 +235,7 @@ def rank_reports(
     view: View,
     attempt: int,
     now: float,
-    patience: Patience = PATIENCE,
+    patience: LivenessTimeouts = DEFAULT_TIMEOUTS,
     hearing: Hearing | None = None,
 ) -> dict[int, RankReport]:
     """Every expected or known rank of `attempt`, in numeric order.
@@ -259,7 +260,10 @@ def rank_reports(
 
 
 def finished(
-    view: View, now: float, patience: Patience = PATIENCE, hearing: Hearing | None = None
+    view: View,
+    now: float,
+    patience: LivenessTimeouts = DEFAULT_TIMEOUTS,
+    hearing: Hearing | None = None,
 ) -> bool:
     """No rank of any attempt may still write. A view without ranks is not finished."""
     return bool(view.attempts) and not any(
@@ -289,7 +293,7 @@ def missing_ranks(
 def _may_hide(known: RankView, among: bool) -> bool:
     """Whether a manifest that cannot be read may have the step; `among`: it lies among those read."""
     last = known.head.seq if known.head is not None else -1
-    lacking = known.lacking.spans
+    lacking = known.lacking.intervals
     return bool(lacking) and (among or lacking[-1][1] - 1 > last)
 
 

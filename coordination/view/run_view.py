@@ -33,18 +33,18 @@ from smdist.coordination.columnar.blocks import (
 from smdist.coordination.columnar.chunks import NOTHING, Sealed
 from smdist.coordination.columnar.drop_log import NO_DROPS, Drop, DropLog
 from smdist.format.intervals import (
+    Intervals,
     Members,
-    Spans,
-    holes,
-    joined,
-    spans_of,
-    with_member,
-    with_range,
-    without,
+    add_interval,
+    add_member,
+    find_gaps,
+    merge_intervals,
+    subtract,
+    to_intervals,
 )
 from smdist.format.manifest import Heartbeat, RankManifest, RankState, Session, StepEntry
 from smdist.identity import ModeKeys
-from smdist.limits import Include, Number, Time, WorldSize
+from smdist.limits import IncludeWorkers, Number, Time, WorldSize
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -70,14 +70,14 @@ class World(msgspec.Struct, frozen=True, array_like=True):
     """What a rank says about its attempt."""
 
     world_size: WorldSize
-    include_workers: Include | tuple[Number, ...]
+    include_workers: IncludeWorkers | tuple[Number, ...]
 
-    def expected_ranks(self) -> Spans:
+    def expected_ranks(self) -> Intervals:
         if self.include_workers == "one":
             return ((0, 1),)
         if self.include_workers == "all":
             return ((0, self.world_size),) if self.world_size else ()
-        return spans_of(int(r) for r in self.include_workers if int(r) < self.world_size)
+        return to_intervals(int(r) for r in self.include_workers if int(r) < self.world_size)
 
 
 class Head(msgspec.Struct, frozen=True, array_like=True):
@@ -140,15 +140,15 @@ class RankView:
     closed_at: float = 0.0
     drops: dict[StepKey, frozenset[Drop]] = field(default_factory=dict)
     troubles: frozenset[tuple[int, int, str]] = frozenset()
-    seen: Spans = ()
+    seen: Intervals = ()
     first: tuple[int, float] | None = None
-    records: Spans = ()
-    unread: Spans = ()
+    records: Intervals = ()
+    unread: Intervals = ()
 
     @property
     def lacking(self) -> Members:
         """Manifests that are missing or damaged, by number."""
-        return Members(without(joined((*holes(self.seen), *self.unread)), self.seen))
+        return Members(subtract(merge_intervals((*find_gaps(self.seen), *self.unread)), self.seen))
 
     def copy(self) -> RankView:
         return RankView(
@@ -185,8 +185,8 @@ class RankView:
 
     def _add_manifest(self, manifest: RankManifest) -> None:
         seq = manifest.seq
-        self.seen = with_member(self.seen, seq)
-        self.records = with_range(self.records, manifest.first, manifest.upto)
+        self.seen = add_member(self.seen, seq)
+        self.records = add_interval(self.records, manifest.first, manifest.upto)
         self.head = _greater_head(
             self.head, Head(seq, manifest.upto, manifest.state, manifest.time, manifest.reason)
         )
@@ -203,9 +203,9 @@ class RankView:
         self.session = _greater_session(self.session, other.session)
         self.heartbeat = _greater_heartbeat(self.heartbeat, other.heartbeat)
         self.head = _greater_head(self.head, other.head)
-        self.seen = joined((*self.seen, *other.seen))
-        self.records = joined((*self.records, *other.records))
-        self.unread = joined((*self.unread, *other.unread))
+        self.seen = merge_intervals((*self.seen, *other.seen))
+        self.records = merge_intervals((*self.records, *other.records))
+        self.unread = merge_intervals((*self.unread, *other.unread))
         self.worlds |= other.worlds
         for blocks in other.steps.values():
             for entry in blocks:
@@ -334,7 +334,7 @@ def add(view: View, fact: Fact) -> View:
         known.session = _greater_session(known.session, fact)
         known.worlds |= {World(fact.world_size, fact.include_workers)}
     elif isinstance(fact, Unread):
-        known.unread = with_member(known.unread, fact.seq)
+        known.unread = add_member(known.unread, fact.seq)
     else:
         known.heartbeat = _greater_heartbeat(known.heartbeat, fact)
     return view

@@ -15,10 +15,10 @@ from typing import NamedTuple, TypeVar
 from smdist.coordination.view.vetting import of_session
 from smdist.errors import CorruptObject
 from smdist.format.manifest import RankManifest, RankSpan, span_key
-from smdist.format.manifest_spans import Span
+from smdist.format.manifest_spans import ManifestSpan
 from smdist.identity import worker_name
 
-__all__ = ["Stretch", "all_of", "read_in_order"]
+__all__ = ["SpanRequest", "all_of", "read_in_order"]
 
 T = TypeVar("T")
 
@@ -26,13 +26,13 @@ _AT_ONCE = 16  # objects of a rank
 _MOST_AT_ONCE = 256  # manifests in them, if it is more than one object
 
 
-class Stretch(NamedTuple):
+class SpanRequest(NamedTuple):
     """Manifests of one session."""
 
     attempt: int
     rank: int
     session: str
-    span: Span
+    span: ManifestSpan
 
     @property
     def key(self) -> str:
@@ -47,18 +47,18 @@ class Stretch(NamedTuple):
             raise CorruptObject(url, self.key, "read", "it has not the manifests of its name")
         return made.manifests or None
 
-    def parts(self) -> list[Stretch]:
-        return [self._replace(span=part) for part in self.span.parts()]
+    def children(self) -> list[SpanRequest]:
+        return [self._replace(span=part) for part in self.span.children()]
 
 
 async def read_in_order(
-    spans: Iterable[Span],
-    read: Callable[[Span], Awaitable[Sequence[RankManifest] | None]],
+    spans: Iterable[ManifestSpan],
+    read: Callable[[ManifestSpan], Awaitable[Sequence[RankManifest] | None]],
     take: Callable[[Sequence[RankManifest]], bool],
 ) -> None:
     """Hand on what `spans` hold until `take` has enough, or a single manifest is None."""
     todo = deque(spans)
-    got: dict[Span, Sequence[RankManifest] | None] = {}
+    got: dict[ManifestSpan, Sequence[RankManifest] | None] = {}
     while todo:
         asked = [span for span in _first(todo) if span not in got]
         got.update(zip(asked, await all_of(map(read, asked)), strict=True))
@@ -69,13 +69,13 @@ async def read_in_order(
                 if not take(manifests):
                     return
             elif span.length > 1:
-                todo.extendleft(reversed(span.parts()))
+                todo.extendleft(reversed(span.children()))
             else:
                 return
 
 
-def _first(todo: Iterable[Span]) -> list[Span]:
-    found: list[Span] = []
+def _first(todo: Iterable[ManifestSpan]) -> list[ManifestSpan]:
+    found: list[ManifestSpan] = []
     for span in todo:
         if found and (len(found) == _AT_ONCE or span.upto - found[0].first > _MOST_AT_ONCE):
             break

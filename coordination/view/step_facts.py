@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from smdist.coordination.columnar.chunks import NOTHING
 from smdist.coordination.columnar.drop_log import NO_DROPS
 from smdist.coordination.columnar.step_rows import StepRow, row_of
-from smdist.format.intervals import Members, holes, joined, spans_of, without
+from smdist.format.intervals import Members, find_gaps, merge_intervals, subtract, to_intervals
 from smdist.identity import ModeKeys
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from smdist.coordination.view.run_view import StepKey, View
-    from smdist.format.intervals import Spans
+    from smdist.format.intervals import Intervals
     from smdist.format.manifest import StepEntry
 
 __all__ = [
@@ -68,10 +68,10 @@ class StepFacts:
 
     def without(self, ranks: Members) -> StepFacts:
         """The same step, of which what `ranks` have is damaged."""
-        damaged = joined((*self.damaged.spans, *ranks.spans))
-        if damaged == self.damaged.spans:
+        damaged = merge_intervals((*self.damaged.intervals, *ranks.intervals))
+        if damaged == self.damaged.intervals:
             return self
-        absent = joined((*self.absent.spans, *damaged))
+        absent = merge_intervals((*self.absent.intervals, *damaged))
         return replace(self, damaged=Members(damaged), absent=Members(absent))
 
     @property
@@ -121,8 +121,8 @@ def damaged_steps(view: View, attempt: int) -> dict[StepKey, set[int]]:
     """
     found: dict[StepKey, set[int]] = {}
     for rank, known in view.attempts.get(attempt, {}).items():
-        torn = known.session is not None and not known.session.attested
-        gaps = holes(known.records)
+        torn = known.session is not None and not known.session.is_recorded
+        gaps = find_gaps(known.records)
         if not torn and not gaps:
             continue
         steps: dict[StepKey, list[StepEntry]] = {}
@@ -159,7 +159,7 @@ def all_step_facts(
             found[key] = judge(key, row, dropped.get(key, {}))
     for key, ranks in damaged_steps(view, attempt).items():
         if key in found:
-            found[key] = found[key].without(Members(spans_of(ranks)))
+            found[key] = found[key].without(Members(to_intervals(ranks)))
     return found
 
 
@@ -216,18 +216,18 @@ class _Judge:
         if row is None:
             return self._expected
         if not row.open and not drops:
-            if row.ranks == self._expected.spans:
+            if row.ranks == self._expected.intervals:
                 return _NOBODY
-            asked = self._expected.spans if row.planned else self._lost_before(key, row)
-            return Members(without(asked, row.ranks))
+            asked = self._expected.intervals if row.planned else self._lost_before(key, row)
+            return Members(subtract(asked, row.ranks))
         # A step that is not closed somewhere, or of which something was dropped, was due.
-        whole = without(row.ranks, joined((*row.open, *spans_of(drops))))
-        return Members(without(self._expected.spans, whole))
+        whole = subtract(row.ranks, merge_intervals((*row.open, *to_intervals(drops))))
+        return Members(subtract(self._expected.intervals, whole))
 
-    def _lost_before(self, key: StepKey, row: StepRow) -> Spans:
+    def _lost_before(self, key: StepKey, row: StepRow) -> Intervals:
         """Lost, and neither by its own mode's count nor by the global one had it come there."""
         mode, number = key
-        return spans_of(
+        return to_intervals(
             rank
             for rank, passed in self._lost.items()
             if passed.get(mode, -1) < number and passed.get(GLOBAL, -1) < row.step

@@ -17,8 +17,8 @@ from smdist.format.manifest import (
     Session,
     heartbeat_key,
     manifest_key,
+    session_from_manifest,
     session_key,
-    stand_in,
 )
 from smdist.identity import worker_name
 
@@ -39,7 +39,7 @@ def attested(manifest: RankManifest, suspect: Session | None) -> Session:
     """The session of a rank by its first manifest: the one that was doubted, or what can be told of it."""
     if suspect is not None and suspect.session == manifest.session:
         return suspect
-    return stand_in(manifest)
+    return session_from_manifest(manifest)
 
 
 def check_owner(session: Session, owner: tuple[int, int], key: str, url: str) -> None:
@@ -69,7 +69,7 @@ def of_session(manifest: RankManifest | Heartbeat, session: str, key: str, url: 
 
 def whole_summary(summary: RankSummary, run_id: str, key: str, url: str) -> RankSummary:
     why = doubt(summary.session, run_id)
-    if not why and not summary.whole:
+    if not why and not summary.is_consistent:
         why = "it does not have all manifests of its session"
     if why:
         raise CorruptObject(url, key, "read", why)

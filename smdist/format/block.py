@@ -24,42 +24,42 @@ if TYPE_CHECKING:
 
 __all__ = [
     "STATISTICS",
-    "Place",
-    "Span",
-    "Spans",
-    "checksum",
+    "ByteRange",
+    "DataRanges",
+    "ObjectLocation",
+    "checksum_seed",
     "crc32c",
+    "data_checksum",
     "entries_by_name",
-    "identity",
-    "label",
+    "header_label",
     "read_statistics",
     "read_tensor",
+    "statistics_ranges",
     "statistics_row",
-    "statistics_spans",
-    "tensor_spans",
+    "tensor_ranges",
 ]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 STATISTICS = ".statistics"
 
 
-class Span(NamedTuple):
+class ByteRange(NamedTuple):
     """Bytes `[start, stop)`, from the start of the block."""
 
     start: int
     stop: int
 
-    def within(self, offset: int) -> Span:
+    def shifted(self, offset: int) -> ByteRange:
         """The same bytes counted from the start of the object, for a block at `offset`."""
-        return Span(self.start + offset, self.stop + offset)
+        return ByteRange(self.start + offset, self.stop + offset)
 
 
-class Spans(NamedTuple):
-    data: Span
-    checksum: Span  # 4 bytes
+class DataRanges(NamedTuple):
+    data: ByteRange
+    checksum: ByteRange  # 4 bytes
 
 
-class Place(NamedTuple):
+class ObjectLocation(NamedTuple):
     """What an error names."""
 
     url: str
@@ -74,18 +74,18 @@ def crc32c(data: bytes | bytearray | memoryview, before: int = 0) -> int:
     return int(google_crc32c.extend(before, np.frombuffer(data, np.uint8)))
 
 
-def identity(session: str, entry: StepEntry) -> int:
+def checksum_seed(session: str, entry: StepEntry) -> int:
     """What the checksums of a block begin with. A session is unique, and so is a block in it."""
     what = f"{session}/{entry.mode}/{entry.mode_step}/{entry.block}/{entry.layout}/"
     return crc32c(what.encode())
 
 
-def label(name: str) -> str:
+def header_label(name: str) -> str:
     """A tensor's name among our own, which begin with a dot: it cannot take one of these."""
     return f".{name}" if name.startswith(".") else name
 
 
-def checksum(of_block: int, name: str, data: bytes | memoryview) -> int:
+def data_checksum(of_block: int, name: str, data: bytes | memoryview) -> int:
     """`of_block` by `identity`, `name` a label, or STATISTICS."""
     return crc32c(data, crc32c(name.encode(errors="surrogatepass"), of_block))
 
@@ -94,33 +94,33 @@ def entries_by_name(layout: Layout) -> dict[str, TensorEntry]:
     return {entry.name: entry for entry in layout.tensors}
 
 
-def tensor_spans(layout: Layout, entry: TensorEntry) -> Spans | None:
+def tensor_ranges(layout: Layout, entry: TensorEntry) -> DataRanges | None:
     """What `read_tensor` needs; None when the tensor has no raw bytes in this block."""
     if entry.offset < 0:
         return None
-    data = Span(entry.offset, entry.offset + entry.nbytes)
-    return Spans(data, _checksum_span(layout, entry.order))
+    data = ByteRange(entry.offset, entry.offset + entry.nbytes)
+    return DataRanges(data, _checksum_span(layout, entry.order))
 
 
-def statistics_spans(layout: Layout) -> Spans | None:
+def statistics_ranges(layout: Layout) -> DataRanges | None:
     """What `read_statistics` needs: the rows of all tensors at once, they are few bytes."""
     if layout.rows == 0:
         return None
     start = layout.statistics_offset
-    data = Span(start, start + layout.statistics_nbytes)
-    return Spans(data, _checksum_span(layout, len(layout.tensors)))
+    data = ByteRange(start, start + layout.statistics_nbytes)
+    return DataRanges(data, _checksum_span(layout, len(layout.tensors)))
 
 
-def _checksum_span(layout: Layout, index: int) -> Span:
+def _checksum_span(layout: Layout, index: int) -> ByteRange:
     start = layout.checksums_offset + 4 * index
-    return Span(start, start + 4)
+    return ByteRange(start, start + 4)
 
 
 def read_tensor(
-    entry: TensorEntry, data: bytes, stored: bytes, place: Place, of_block: int
+    entry: TensorEntry, data: bytes, stored: bytes, place: ObjectLocation, of_block: int
 ) -> Array:
     """The tensor, over `data` (writable exactly when `data` is); `of_block` by `identity`."""
-    found = checksum(of_block, label(entry.name), data)
+    found = data_checksum(of_block, header_label(entry.name), data)
     _verify(data, entry.nbytes, stored, found, f"tensor {entry.name!r}", place)
     try:
         return decode(data, entry.dtype, entry.shape)
@@ -129,10 +129,10 @@ def read_tensor(
 
 
 def read_statistics(
-    layout: Layout, data: bytes, stored: bytes, place: Place, of_block: int
+    layout: Layout, data: bytes, stored: bytes, place: ObjectLocation, of_block: int
 ) -> Array:
     """The float64 matrix `[rows, columns]`."""
-    found = checksum(of_block, STATISTICS, data)
+    found = data_checksum(of_block, STATISTICS, data)
     _verify(data, layout.statistics_nbytes, stored, found, "statistics", place)
     return np.frombuffer(data, "<f8").reshape(layout.rows, len(layout.columns))
 
@@ -150,7 +150,9 @@ def statistics_row(
     return tuple(layout.columns[i] for i in kept), row[kept]
 
 
-def _verify(data: bytes, nbytes: int, stored: bytes, found: int, what: str, place: Place) -> None:
+def _verify(
+    data: bytes, nbytes: int, stored: bytes, found: int, what: str, place: ObjectLocation
+) -> None:
     if len(data) != nbytes or len(stored) != 4:
         detail = f"{what}: the object ends too early ({len(data)} of {nbytes} bytes)"
         raise CorruptObject(*place, "read", detail)

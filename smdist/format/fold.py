@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from smdist.identity import StepRef
 
-__all__ = ["Block", "Fold", "Source", "fold"]
+__all__ = ["Block", "FoldedRecords", "Source", "fold"]
 
 OfStep = Union[Part, Inline, Close, Drop]  # noqa: UP007 (3.10)
 
@@ -63,7 +63,7 @@ class Block(msgspec.Struct, frozen=True):
     sources: tuple[Source, ...]
 
 
-class Fold(msgspec.Struct, frozen=True):
+class FoldedRecords(msgspec.Struct, frozen=True):
     """Everything in the records `[first, upto)`. `nbytes` is what their parts occupy in buffers.
 
     `described` has one entry per key, the newest. `flush`: the training thread waits for room.
@@ -160,7 +160,7 @@ class _News:
             self.end = record
 
 
-def fold(pieces: Sequence[Piece]) -> Fold:
+def fold(pieces: Sequence[Piece]) -> FoldedRecords:
     """The blocks and the news of consecutive records, at least one."""
     news = _News()
     for ordinal, record, kind in pieces:
@@ -169,7 +169,7 @@ def fold(pieces: Sequence[Piece]) -> Fold:
         else:
             news.other(record)
     steps = news.steps.values()
-    return Fold(
+    return FoldedRecords(
         first=pieces[0].ordinal,
         upto=pieces[-1].ordinal + 1,
         blocks=tuple(step.finish() for step in steps if step.parts or step.closed),

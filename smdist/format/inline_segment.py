@@ -16,19 +16,19 @@ import msgspec
 from smdist.format.manifest import RankManifest, StepEntry
 from smdist.format.segment import Segment
 
-__all__ = ["Settled", "attach", "attachable", "settle"]
+__all__ = ["ExtractedSegment", "can_embed", "embed_segment", "extract_segment"]
 
 _HERE = "."
 
 
-class Settled(NamedTuple):
+class ExtractedSegment(NamedTuple):
     """A manifest whose entries name real keys, and the segment it carried (or nothing)."""
 
     manifest: RankManifest
     data: bytes
 
 
-def attachable(segment: Segment, most_bytes: int) -> bool:
+def can_embed(segment: Segment, most_bytes: int) -> bool:
     return 0 < segment.nbytes <= most_bytes and all(
         entry.offset < 0 or prod(entry.shape) == 1
         for layout in segment.layouts.values()
@@ -36,19 +36,19 @@ def attachable(segment: Segment, most_bytes: int) -> bool:
     )
 
 
-def attach(manifest: RankManifest, segment: Segment) -> RankManifest:
+def embed_segment(manifest: RankManifest, segment: Segment) -> RankManifest:
     """`manifest` with `segment` in it. Offsets are those within the segment, as ever."""
     steps = tuple(_renamed(entry, _HERE) if entry.segment else entry for entry in manifest.steps)
     return msgspec.structs.replace(manifest, steps=steps, attached=b"".join(segment.chunks))
 
 
-def settle(key: str, manifest: RankManifest) -> Settled:
+def extract_segment(key: str, manifest: RankManifest) -> ExtractedSegment:
     """What a manifest read from `key` means."""
     if not manifest.attached:
-        return Settled(manifest, b"")
+        return ExtractedSegment(manifest, b"")
     steps = tuple(_renamed(e, key) if e.segment == _HERE else e for e in manifest.steps)
     bare = msgspec.structs.replace(manifest, steps=steps, attached=b"")
-    return Settled(bare, manifest.attached)
+    return ExtractedSegment(bare, manifest.attached)
 
 
 def _renamed(entry: StepEntry, segment: str) -> StepEntry:

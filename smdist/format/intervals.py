@@ -15,28 +15,28 @@ from typing import overload
 from smdist.limits import Number, Rank, WorldSize
 
 __all__ = [
+    "Intervals",
     "Members",
-    "RankSpans",
-    "Spans",
-    "StoredSpans",
-    "check_spans",
-    "holes",
-    "joined",
-    "size",
-    "spans_of",
-    "with_member",
-    "with_range",
-    "without",
+    "RankIntervals",
+    "StoredIntervals",
+    "add_interval",
+    "add_member",
+    "check_intervals",
+    "count_members",
+    "find_gaps",
+    "merge_intervals",
+    "subtract",
+    "to_intervals",
 ]
 
-Spans = tuple[tuple[int, int], ...]
-StoredSpans = tuple[tuple[Number, Number], ...]
+Intervals = tuple[tuple[int, int], ...]
+StoredIntervals = tuple[tuple[Number, Number], ...]
 """As they are decoded, to be checked by `check_spans`."""
-RankSpans = tuple[tuple[Rank, WorldSize], ...]
+RankIntervals = tuple[tuple[Rank, WorldSize], ...]
 """Likewise, of ranks."""
 
 
-def check_spans(spans: Spans) -> None:
+def check_intervals(spans: Intervals) -> None:
     """ValueError when they are not sorted, disjoint ranges of at least one number."""
     last = -1
     for start, stop in spans:
@@ -45,33 +45,33 @@ def check_spans(spans: Spans) -> None:
         last = stop
 
 
-def spans_of(numbers: Iterable[int]) -> Spans:
-    return joined((number, number + 1) for number in numbers)
+def to_intervals(numbers: Iterable[int]) -> Intervals:
+    return merge_intervals((number, number + 1) for number in numbers)
 
 
-def size(spans: Spans) -> int:
+def count_members(spans: Intervals) -> int:
     return sum(stop - start for start, stop in spans)
 
 
 class Members(Sequence[int]):
     """The numbers of a set, in order. Equal to any sequence of the same numbers."""
 
-    __slots__ = ("spans",)
+    __slots__ = ("intervals",)
 
-    def __init__(self, spans: Spans = ()) -> None:
-        self.spans = spans
+    def __init__(self, spans: Intervals = ()) -> None:
+        self.intervals = spans
 
     def __iter__(self) -> Iterator[int]:
-        return chain.from_iterable(range(start, stop) for start, stop in self.spans)
+        return chain.from_iterable(range(start, stop) for start, stop in self.intervals)
 
     def __len__(self) -> int:
-        return size(self.spans)
+        return count_members(self.intervals)
 
     def __contains__(self, number: object) -> bool:
         if not isinstance(number, int):
             return False
-        place = bisect_right(self.spans, (number, float("inf"))) - 1
-        return place >= 0 and number < self.spans[place][1]
+        place = bisect_right(self.intervals, (number, float("inf"))) - 1
+        return place >= 0 and number < self.intervals[place][1]
 
     @overload
     def __getitem__(self, place: int) -> int: ...
@@ -84,17 +84,17 @@ class Members(Sequence[int]):
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Members):
-            return self.spans == other.spans
+            return self.intervals == other.intervals
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
 
     def __hash__(self) -> int:
-        return hash(self.spans)
+        return hash(self.intervals)
 
     def __repr__(self) -> str:
-        return f"Members({self.spans})"
+        return f"Members({self.intervals})"
 
 
-def without(spans: Spans, others: Spans) -> Spans:
+def subtract(spans: Intervals, others: Intervals) -> Intervals:
     """What is in `spans` and not in `others`."""
     found: list[tuple[int, int]] = []
     place = 0
@@ -112,7 +112,7 @@ def without(spans: Spans, others: Spans) -> Spans:
     return tuple(found)
 
 
-def joined(spans: Iterable[tuple[int, int]]) -> Spans:
+def merge_intervals(spans: Iterable[tuple[int, int]]) -> Intervals:
     found: list[tuple[int, int]] = []
     for start, stop in sorted(spans):
         if found and start <= found[-1][1]:
@@ -122,18 +122,18 @@ def joined(spans: Iterable[tuple[int, int]]) -> Spans:
     return tuple(found)
 
 
-def holes(spans: Spans) -> Spans:
+def find_gaps(spans: Intervals) -> Intervals:
     """What lies between 0 and the last of them, and is in none."""
     starts = [0, *(stop for _, stop in spans)]
     gaps = zip(starts, (start for start, _ in spans), strict=False)
     return tuple((begin, end) for begin, end in gaps if begin < end)
 
 
-def with_member(spans: Spans, number: int) -> Spans:
-    return with_range(spans, number, number + 1)
+def add_member(spans: Intervals, number: int) -> Intervals:
+    return add_interval(spans, number, number + 1)
 
 
-def with_range(spans: Spans, begin: int, end: int) -> Spans:
+def add_interval(spans: Intervals, begin: int, end: int) -> Intervals:
     if begin >= end:
         return spans
     if not spans:
@@ -143,4 +143,4 @@ def with_range(spans: Spans, begin: int, end: int) -> Spans:
         return (*spans[:-1], (start, end))
     if start <= begin and end <= stop:
         return spans
-    return joined((*spans, (begin, end)))
+    return merge_intervals((*spans, (begin, end)))

@@ -25,12 +25,12 @@ from smdist.errors import CorruptObject
 from smdist.format.dtypes import is_known, itemsize
 from smdist.format.stored_json import parse
 from smdist.limits import (
-    MOST_COLUMNS,
-    MOST_STATISTICS_BYTES,
-    MOST_TENSOR_BYTES,
+    MAX_COLUMNS,
+    MAX_STATISTICS_BYTES,
+    MAX_TENSOR_BYTES,
     Bytes,
     Number,
-    OrNone,
+    OptionalNumber,
 )
 
 if TYPE_CHECKING:
@@ -53,9 +53,9 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
     name: str
     dtype: str
     shape: tuple[Number, ...]
-    offset: OrNone
+    offset: OptionalNumber
     nbytes: Bytes
-    row: OrNone
+    row: OptionalNumber
     collections: tuple[str, ...]
     order: Number
     placement: str | None = None
@@ -67,8 +67,8 @@ class Layout(msgspec.Struct, frozen=True):
 
     columns: tuple[str, ...]
     rows: Number
-    statistics_offset: OrNone
-    checksums_offset: OrNone
+    statistics_offset: OptionalNumber
+    checksums_offset: OptionalNumber
     nbytes: Bytes
     tensors: tuple[TensorEntry, ...]
     version: Number = 1
@@ -76,10 +76,10 @@ class Layout(msgspec.Struct, frozen=True):
     def check(self) -> None:
         """ValueError when something of it lies outside of its block, or cannot be read at once."""
         if self.rows:
-            if len(self.columns) > MOST_COLUMNS or self.statistics_nbytes > MOST_STATISTICS_BYTES:
+            if len(self.columns) > MAX_COLUMNS or self.statistics_nbytes > MAX_STATISTICS_BYTES:
                 size = f"[{self.rows}, {len(self.columns)}]"
                 raise ValueError(
-                    f"statistics of {size} float64, beyond {MOST_STATISTICS_BYTES} bytes"
+                    f"statistics of {size} float64, beyond {MAX_STATISTICS_BYTES} bytes"
                 )
             self._check_inside("statistics", self.statistics_offset, self.statistics_nbytes)
         if self.nbytes:
@@ -123,8 +123,8 @@ class Layout(msgspec.Struct, frozen=True):
 def _check_tensor(entry: TensorEntry) -> None:
     # Of a type that nobody here knows, reading says so; other tensors can be read.
     size = itemsize(entry.dtype) if is_known(entry.dtype) else 0
-    if entry.nbytes > MOST_TENSOR_BYTES:
-        raise ValueError(f"tensor {entry.name!r}: {entry.nbytes} bytes, over {MOST_TENSOR_BYTES}")
+    if entry.nbytes > MAX_TENSOR_BYTES:
+        raise ValueError(f"tensor {entry.name!r}: {entry.nbytes} bytes, over {MAX_TENSOR_BYTES}")
     if size and prod(entry.shape) * size != entry.nbytes:
         shape = list(entry.shape)
         raise ValueError(f"tensor {entry.name!r}: {entry.nbytes} bytes for {entry.dtype} {shape}")

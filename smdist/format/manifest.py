@@ -26,10 +26,10 @@ from smdist.identity import ModeKeys, StepRef, worker_name
 from smdist.limits import (
     Bytes,
     Digest,
-    Include,
+    IncludeWorkers,
     Mode,
     Number,
-    OrNone,
+    OptionalNumber,
     Rank,
     Seconds,
     SegmentKey,
@@ -50,20 +50,20 @@ __all__ = [
     "RankState",
     "RankSummary",
     "Run",
+    "SamplingChange",
+    "SamplingChanges",
     "Session",
     "StepEntry",
-    "Thinned",
-    "Thinning",
     "collections_key",
     "heartbeat_key",
     "layout_key",
     "manifest_key",
+    "sampling_changes_key",
     "segment_key",
+    "session_from_manifest",
     "session_key",
     "span_key",
-    "stand_in",
     "summary_key",
-    "thinned_key",
 ]
 
 FORMAT = 1
@@ -86,7 +86,7 @@ class Session(msgspec.Struct, frozen=True):
     rank: Rank
     world_size: WorldSize
     attempt: Number
-    include_workers: Include | tuple[Number, ...]  # "one", "all", or ranks
+    include_workers: IncludeWorkers | tuple[Number, ...]  # "one", "all", or ranks
     started: Time
     host: str
     pid: Number
@@ -95,8 +95,8 @@ class Session(msgspec.Struct, frozen=True):
     run_id: str = ""  # "" where it was not known yet
 
     @property
-    def attested(self) -> bool:
-        """Not so for one that `stand_in` made up."""
+    def is_recorded(self) -> bool:
+        """Not so for one that `session_from_manifest` made up."""
         return bool(self.host or self.started)
 
     def expected_ranks(self) -> tuple[int, ...]:
@@ -170,7 +170,7 @@ class RankManifest(msgspec.Struct, frozen=True):
     rank: Rank
     world_size: WorldSize
     attempt: Number
-    include_workers: Include | tuple[Number, ...]
+    include_workers: IncludeWorkers | tuple[Number, ...]
     seq: Number
     first: Number
     upto: Number
@@ -207,7 +207,7 @@ class RankSummary(msgspec.Struct, frozen=True):
     manifests: tuple[RankManifest, ...]  # seq 0 to the last
 
     @property
-    def whole(self) -> bool:
+    def is_consistent(self) -> bool:
         """Whether it is what it should be; if not, the manifests are to be read."""
         own = self.session
         seqs = [manifest.seq for manifest in self.manifests]
@@ -219,7 +219,7 @@ class RankSummary(msgspec.Struct, frozen=True):
         )
 
 
-def stand_in(manifest: RankManifest) -> Session:
+def session_from_manifest(manifest: RankManifest) -> Session:
     """What a manifest tells of its session, whose own object cannot be read."""
     return Session(
         session=manifest.session,
@@ -234,7 +234,7 @@ def stand_in(manifest: RankManifest) -> Session:
     )
 
 
-class Thinning(msgspec.Struct, frozen=True):
+class SamplingChange(msgspec.Struct, frozen=True):
     """From `mode_step` on one due step in `stride` is saved, `reduced`: statistics instead of raw.
 
     `share` is how much of the training time that was expected to take.
@@ -249,13 +249,13 @@ class Thinning(msgspec.Struct, frozen=True):
     time: Time
 
 
-class Thinned(msgspec.Struct, frozen=True):
+class SamplingChanges(msgspec.Struct, frozen=True):
     """What `overhead_budget` has changed in a session, in order."""
 
     worker: Worker
-    attempt: OrNone  # -1 in the journal of a rank that has not joined the run yet
+    attempt: OptionalNumber  # -1 in the journal of a rank that has not joined the run yet
     budget: float
-    changes: tuple[Thinning, ...]
+    changes: tuple[SamplingChange, ...]
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
@@ -264,7 +264,7 @@ class Heartbeat(msgspec.Struct, frozen=True):
     attempt: Number
     time: Time
     interval_s: Seconds
-    step: OrNone  # last global step seen in the journal, -1 for none
+    step: OptionalNumber  # last global step seen in the journal, -1 for none
     pending_bytes: Bytes
 
 
@@ -305,5 +305,5 @@ def span_key(worker: str, attempt: int, first: int, upto: int) -> str:
     return f"spans/{worker}/{attempt:06d}-{first:08d}-{upto:08d}.json"
 
 
-def thinned_key(worker: str, attempt: int) -> str:
+def sampling_changes_key(worker: str, attempt: int) -> str:
     return f"thinned/{worker}/{attempt:06d}.json"

@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from smdist.format.intervals import spans_of
+from smdist.format.intervals import to_intervals
 
-__all__ = ["LENGTHS", "Span", "cover", "due"]
+__all__ = ["SPAN_LENGTHS", "ManifestSpan", "covering_spans", "spans_ending_at"]
 
 _FAN_OUT = 16
-LENGTHS = (_FAN_OUT**3, _FAN_OUT**2, _FAN_OUT)
+SPAN_LENGTHS = (_FAN_OUT**3, _FAN_OUT**2, _FAN_OUT)
 
 
-class Span(NamedTuple):
+class ManifestSpan(NamedTuple):
     """The manifests `[first, upto)` of a session; of one alone, the manifest itself."""
 
     first: int
@@ -29,25 +29,29 @@ class Span(NamedTuple):
     def length(self) -> int:
         return self.upto - self.first
 
-    def parts(self) -> list[Span]:
+    def children(self) -> list[ManifestSpan]:
         """Where to look if it is missing."""
         step = self.length // _FAN_OUT
-        return [Span(first, first + step) for first in range(self.first, self.upto, step)]
+        return [ManifestSpan(first, first + step) for first in range(self.first, self.upto, step)]
 
 
-def due(count: int) -> list[Span]:
+def spans_ending_at(count: int) -> list[ManifestSpan]:
     """Of these, the first that can be written is, once there are `count` manifests."""
-    return [Span(count - length, count) for length in LENGTHS if count and count % length == 0]
+    return [
+        ManifestSpan(count - length, count)
+        for length in SPAN_LENGTHS
+        if count and count % length == 0
+    ]
 
 
-def cover(seqs: Iterable[int]) -> list[Span]:
+def covering_spans(seqs: Iterable[int]) -> list[ManifestSpan]:
     """Exactly these manifests, in order, with as few spans as there may be."""
-    return [span for first, upto in spans_of(seqs) for span in _tiles(first, upto)]
+    return [span for first, upto in to_intervals(seqs) for span in _tiles(first, upto)]
 
 
-def _tiles(first: int, upto: int) -> Iterable[Span]:
+def _tiles(first: int, upto: int) -> Iterable[ManifestSpan]:
     while first < upto:
-        fitting = (n for n in LENGTHS if first % n == 0 and first + n <= upto)
+        fitting = (n for n in SPAN_LENGTHS if first % n == 0 and first + n <= upto)
         length = next(fitting, 1)
-        yield Span(first, first + length)
+        yield ManifestSpan(first, first + length)
         first += length

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
-from smdist.format.block import STATISTICS, checksum, identity, label
+from smdist.format.block import STATISTICS, checksum_seed, data_checksum, header_label
 from smdist.format.dtypes import HeaderEntry, header_bytes, itemsize, portable_form
 from smdist.format.layout import Layout, PlacementRequest, arrange
 from smdist.format.manifest import FORMAT, Session, StepEntry
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from smdist.format.journal_records import TensorSpec
     from smdist.storage.store import Buffer
 
-__all__ = ["Read", "Segment", "compose", "header_name", "with_open"]
+__all__ = ["ArenaReader", "Segment", "compose", "header_name", "mark_continued"]
 
-Read = Callable[[int, int, int], memoryview]
+ArenaReader = Callable[[int, int, int], memoryview]
 """`(arena, offset, nbytes)` -> those bytes, not copied, valid until the batch is acknowledged."""
 
 
@@ -62,7 +62,7 @@ class _Placed(NamedTuple):
 
 
 def compose(
-    blocks: Sequence[Block], read: Read, *, key: str, run_id: str, session: Session, seq: int
+    blocks: Sequence[Block], read: ArenaReader, *, key: str, run_id: str, session: Session, seq: int
 ) -> Segment:
     """Lay out `blocks` in the object `key`. Equal blocks and bytes give an equal object."""
     placed = _place(blocks)
@@ -70,7 +70,7 @@ def compose(
     items: list[HeaderEntry] = []
     for index, one in placed.items():
         entry = _entry(blocks[index], one, key, 0)
-        chunks += _chunks(one.block, one.layout, read, identity(session.session, entry))
+        chunks += _chunks(one.block, one.layout, read, checksum_seed(session.session, entry))
         items += _items(one)
     header = b""
     if chunks:
@@ -95,7 +95,7 @@ def compose(
     )
 
 
-def with_open(segment: Segment, begun: set[tuple[int, int]]) -> Segment:
+def mark_continued(segment: Segment, begun: set[tuple[int, int]]) -> Segment:
     """Its entries say which of them continue a step of `begun`: those that were left open before.
 
     `begun` is brought up to date.
@@ -110,7 +110,7 @@ def with_open(segment: Segment, begun: set[tuple[int, int]]) -> Segment:
 
 def header_name(prefix: str, name: str) -> str:
     """The name of a tensor in a segment's header."""
-    return f"{prefix}/{label(name)}"
+    return f"{prefix}/{header_label(name)}"
 
 
 def _place(blocks: Sequence[Block]) -> dict[int, _Placed]:
@@ -156,7 +156,7 @@ def _wish(spec: TensorSpec, unmeasured: tuple[str, ...]) -> PlacementRequest:
     )
 
 
-def _chunks(block: Block, layout: Layout, read: Read, of_block: int) -> list[Buffer]:
+def _chunks(block: Block, layout: Layout, read: ArenaReader, of_block: int) -> list[Buffer]:
     """The bytes of a block, in order, as many buffers as it has tensors and some."""
     checksums = np.zeros(len(layout.tensors) + 1, "<u4")
     at: list[tuple[int, Buffer]] = []
@@ -166,11 +166,11 @@ def _chunks(block: Block, layout: Layout, read: Read, of_block: int) -> list[Buf
             entry = next(entries)
             if entry.offset >= 0:
                 view = _bytes(source, spec.offset, spec.nbytes, read)
-                checksums[entry.order] = checksum(of_block, label(entry.name), view)
+                checksums[entry.order] = data_checksum(of_block, header_label(entry.name), view)
                 at.append((entry.offset, view))
     if layout.rows:
         matrix = _statistics(block, layout, read).tobytes()
-        checksums[-1] = checksum(of_block, STATISTICS, matrix)
+        checksums[-1] = data_checksum(of_block, STATISTICS, matrix)
         at.append((layout.statistics_offset, matrix))
     if layout.checksums_offset >= 0:
         at.append((layout.checksums_offset, checksums.tobytes()))
@@ -180,7 +180,7 @@ def _chunks(block: Block, layout: Layout, read: Read, of_block: int) -> list[Buf
     return [chunk for _, chunk in at] + padding
 
 
-def _statistics(block: Block, layout: Layout, read: Read) -> np.ndarray[Any, np.dtype[Any]]:
+def _statistics(block: Block, layout: Layout, read: ArenaReader) -> np.ndarray[Any, np.dtype[Any]]:
     matrix = np.full((layout.rows, len(layout.columns)), np.nan, "<f8")
     row = 0
     for source in block.sources:
@@ -195,7 +195,7 @@ def _statistics(block: Block, layout: Layout, read: Read) -> np.ndarray[Any, np.
     return matrix
 
 
-def _bytes(source: Source, offset: int, nbytes: int, read: Read) -> memoryview:
+def _bytes(source: Source, offset: int, nbytes: int, read: ArenaReader) -> memoryview:
     if source.arena < 0:
         return memoryview(source.data)[offset : offset + nbytes]
     return read(source.arena, source.offset + offset, nbytes)

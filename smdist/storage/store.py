@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from typing import Protocol, Union, runtime_checkable
 
 from smdist.errors import CorruptObject, StoreError
-from smdist.limits import most_bytes
+from smdist.limits import max_object_bytes
 
 __all__ = ["Buffer", "NearStore", "Store", "check_key", "check_range", "check_size"]
 
@@ -84,7 +84,7 @@ def check_range(start: int, stop: int | None) -> None:
 
 def check_size(url: str, key: str, size: int) -> None:
     """CorruptObject when an object of `size` bytes is too large to be read whole."""
-    most = most_bytes(key)
+    most = max_object_bytes(key)
     if size > most:
         detail = f"it has {size} bytes, such an object may have {most}; smdist did not write it"
         raise CorruptObject(url, key, "get", detail)

@@ -13,7 +13,7 @@ from smdist.coordination.columnar.drop_log import NO_DROPS
 from smdist.coordination.view.membership import StepFacts, all_step_facts, expected_ranks, lost_at
 from smdist.coordination.view.run_view import StepKey, View, merge
 from smdist.coordination.view.step_facts import damaged_steps, doubted, without_doubt
-from smdist.format.intervals import Members, joined, spans_of
+from smdist.format.intervals import Members, merge_intervals, to_intervals
 from smdist.format.layout import Layout
 from smdist.identity import worker_name
 from smdist.trials.catalogue import Catalogue, LayoutIndex
@@ -103,7 +103,7 @@ def _beyond(view: View, base: View) -> View:
     found = View()
     for attempt, rank, known in view.ranks():
         covered = base.rank(attempt, rank)
-        if covered is not None and joined((*covered.seen, *known.seen)) == covered.seen:
+        if covered is not None and merge_intervals((*covered.seen, *known.seen)) == covered.seen:
             known = known.without_steps()
         found.attempts.setdefault(attempt, {})[rank] = known
     return found
@@ -136,7 +136,7 @@ def _assess(catalogue: Catalogue, touched: set[StepKey]) -> dict[StepKey, StepFa
             found = without_doubt(catalogue.view, attempt, expected, found)
         chosen |= found
     return {
-        key: facts.without(Members(spans_of(catalogue.damaged(facts))))
+        key: facts.without(Members(to_intervals(catalogue.damaged(facts))))
         for key, facts in chosen.items()
         if catalogue.in_range(facts.step)
     }

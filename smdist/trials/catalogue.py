@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from smdist.coordination.columnar.blocks import Blocks
 from smdist.coordination.view.membership import (
-    PATIENCE,
+    DEFAULT_TIMEOUTS,
+    LivenessTimeouts,
     MissingReason,
-    Patience,
     RankReport,
     RankStatus,
     StepFacts,
@@ -26,7 +26,7 @@ from smdist.coordination.view.membership import (
 )
 from smdist.coordination.view.run_view import StepKey, View
 from smdist.errors import StepNotYetAvailable, StepUnavailable
-from smdist.format.block import identity
+from smdist.format.block import checksum_seed
 from smdist.format.intervals import Members
 from smdist.format.layout import Layout, TensorEntry
 from smdist.format.manifest import StepEntry
@@ -72,8 +72,8 @@ class Found(NamedTuple):
         return self.layout.tensors[self.position]
 
     @property
-    def identity(self) -> int:
-        return identity(self.session, self.entry)
+    def checksum_seed(self) -> int:
+        return checksum_seed(self.session, self.entry)
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Catalogue:
 
     attempt: int | None = None
     range_steps: tuple[int | None, int | None] = (None, None)
-    patience: Patience = PATIENCE
+    patience: LivenessTimeouts = DEFAULT_TIMEOUTS
     view: View = field(default_factory=View)
     layouts: Mapping[str, LayoutIndex] = field(default_factory=dict)
     expected: Mapping[int, Members] = field(default_factory=dict)

@@ -130,7 +130,7 @@ class Follower:
                 absent[key] += f"; so are {len(known.lacking) - _MOST_TOLD} after it"
         for attempt, rank, known in self.catalogue.view.ranks():
             key = session_key(worker_name(rank), attempt)
-            if known.session is not None and not known.session.attested:
+            if known.session is not None and not known.session.is_recorded:
                 absent[key] = f"{key} is missing, damaged, or not of the run that {RUN_KEY} tells"
             elif known.session is not None and (why := doubt(known.session, self.run.run_id)):
                 absent[key] = f"{key} is doubtful: {why}"

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from smdist.errors import CorruptObject, ObjectNotFound
 from smdist.format.manifest import RankManifest, RankSpan, manifest_key, span_key, summary_key
-from smdist.format.manifest_spans import LENGTHS
+from smdist.format.manifest_spans import SPAN_LENGTHS
 from smdist.format.stored_json import decode, read
 from smdist.storage.store import Store
 
@@ -35,7 +35,7 @@ def span_of(key: str) -> str:
     match = _MANIFEST.fullmatch(key)
     if match is None:
         return ""
-    seq, length = int(match[3]), LENGTHS[-1]
+    seq, length = int(match[3]), SPAN_LENGTHS[-1]
     first = seq - seq % length
     return span_key(match[1], int(match[2]), first, first + length)
 

@@ -6,7 +6,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from smdist.coordination.view.membership import Patience
+from smdist.coordination.view.membership import LivenessTimeouts
 from smdist.errors import ConfigurationError, NoSuchRun, TrialError
 from smdist.storage import is_remote, open_store
 from smdist.storage import loop_thread as sync
@@ -54,7 +54,7 @@ def create_trial(
     catalogue = Catalogue(
         attempt=attempt,
         range_steps=_range(range_steps),
-        patience=Patience(lost_after_s, lagging_after_s),
+        patience=LivenessTimeouts(lost_after_s, lagging_after_s),
     )
     store = open_store(text, deadline_s=_DEADLINE_S, concurrency=AT_ONCE)
     deadline = time.monotonic() + wait_s

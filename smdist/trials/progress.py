@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from smdist.coordination.view.run_view import RankView
-from smdist.format.intervals import Members, Spans, joined, spans_of, without
+from smdist.format.intervals import Intervals, Members, merge_intervals, subtract, to_intervals
 from smdist.format.manifest import Session
 
 __all__ = ["Progress", "progress_of"]
@@ -20,7 +20,7 @@ class Progress:
     final: bool = False
     session: str = ""  # whose they are, once that was read
     suspect: Session | None = None  # it may be theirs
-    merged: Spans = ()  # behind `upto` and a gap: those that a snapshot holds
+    merged: Intervals = ()  # behind `upto` and a gap: those that a snapshot holds
 
     @property
     def gaps(self) -> bool:
@@ -39,9 +39,9 @@ class Progress:
     def lacks(self, seq: int) -> bool:
         return seq >= self.upto and seq not in self.beyond and seq not in Members(self.merged)
 
-    def lacked(self, spans: Spans) -> Spans:
+    def lacked(self, spans: Intervals) -> Intervals:
         """Of those from `upto` on, what was not read."""
-        return without(spans, joined((*self.merged, *spans_of(self.beyond))))
+        return subtract(spans, merge_intervals((*self.merged, *to_intervals(self.beyond))))
 
     def saw(self, seq: int) -> None:
         self.beyond.add(seq)

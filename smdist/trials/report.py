@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from smdist.coordination.view.membership import RankReport, RankStatus
-from smdist.format.intervals import spans_of
+from smdist.format.intervals import to_intervals
 from smdist.identity import ModeKeys, printable, worker_name
 from smdist.trials.catalogue import Catalogue
 
@@ -138,7 +138,7 @@ def _absentees(reports: Mapping[int, RankReport]) -> list[str]:
 def _grouped(ranks: Sequence[int]) -> str:
     ranges = [
         worker_name(start) + ("" if stop == start + 1 else f" to {worker_name(stop - 1)}")
-        for start, stop in spans_of(ranks)
+        for start, stop in to_intervals(ranks)
     ]
     more = f" and {len(ranges) - _MOST_LINES} more" if len(ranges) > _MOST_LINES else ""
     return ", ".join(ranges[:_MOST_LINES]) + more

@@ -17,8 +17,8 @@ from smdist.coordination.snapshot.load import together
 from smdist.coordination.view.run_view import View, add
 from smdist.coordination.view.vetting import of_session
 from smdist.errors import CorruptObject, ObjectNotFound
-from smdist.format.inline_segment import settle
-from smdist.format.intervals import Members, joined
+from smdist.format.inline_segment import extract_segment
+from smdist.format.intervals import Members, merge_intervals
 from smdist.format.manifest import RankManifest
 from smdist.format.stored_json import read
 from smdist.identity import worker_name
@@ -47,8 +47,8 @@ class Rereading:
     async def columns(self, chunk: Chunk) -> Columns:
         """Those of a chunk, as far as there are manifests."""
         wanted = {step: Members(row.ranks) for step, row in chunk.rows.items()}
-        spans = {span for ranks in wanted.values() for span in ranks.spans}
-        await self._load(chunk.attempt, Members(joined(spans)))
+        spans = {span for ranks in wanted.values() for span in ranks.intervals}
+        await self._load(chunk.attempt, Members(merge_intervals(spans)))
         news: dict[int, dict[int, Blocks]] = {}
         for mode_step, ranks in wanted.items():
             key = (chunk.ref.mode, mode_step)
@@ -90,5 +90,5 @@ class Rereading:
         except (ObjectNotFound, CorruptObject) as error:
             self._troubles[key] = f"{key} was passed over: {error}"
             return
-        add(self._view, settle(key, manifest).manifest)
+        add(self._view, extract_segment(key, manifest).manifest)
         self._read.add(key)

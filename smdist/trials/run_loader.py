@@ -27,7 +27,7 @@ from smdist.coordination.snapshot.load import together
 from smdist.coordination.view.membership import expected_ranks
 from smdist.coordination.view.orphans import Owner, find_orphans, manifest_owner
 from smdist.coordination.view.run_view import Unread, View, add
-from smdist.coordination.view.span_reader import Stretch
+from smdist.coordination.view.span_reader import SpanRequest
 from smdist.coordination.view.vetting import attested, check_owner, doubt, of_session, whole_summary
 from smdist.errors import (
     CorruptObject,
@@ -38,8 +38,8 @@ from smdist.errors import (
     StoreForbidden,
     TrialError,
 )
-from smdist.format.inline_segment import settle
-from smdist.format.intervals import Members, spans_of, without
+from smdist.format.inline_segment import extract_segment
+from smdist.format.intervals import Members, subtract, to_intervals
 from smdist.format.layout import Layout
 from smdist.format.manifest import (
     FORMAT,
@@ -50,15 +50,15 @@ from smdist.format.manifest import (
     RankSpan,
     RankSummary,
     Run,
+    SamplingChanges,
     Session,
-    Thinned,
     collections_key,
     heartbeat_key,
     layout_key,
     manifest_key,
     session_key,
 )
-from smdist.format.manifest_spans import cover
+from smdist.format.manifest_spans import covering_spans
 from smdist.format.stored_json import read
 from smdist.identity import worker_name, worker_rank
 from smdist.storage.store import Store
@@ -283,11 +283,11 @@ class Loader:
         if (live and hear) or not self._described:
             await self._load_collections(news)
 
-    async def thinned(self) -> list[Thinned]:
+    async def thinned(self) -> list[SamplingChanges]:
         """In order of attempt and rank; ranks without a budget have none."""
         news = News(troubles=self.troubles)
         keys = await self._store.list("thinned/")
-        read = await self._each(partial(self._decode, news, Thinned), keys)
+        read = await self._each(partial(self._decode, news, SamplingChanges), keys)
         found = [one for one in read if one is not None]
         return sorted(found, key=lambda one: (one.attempt, worker_rank(one.worker)))
 
@@ -405,7 +405,7 @@ class Loader:
         for owner, seqs in found.items():
             progress, worker = self._progress[owner], worker_name(owner[1])
             # What is not there though later ones are is asked for, too: it should be.
-            absent = without(((progress.upto, max(seqs)),), spans_of(seqs))
+            absent = subtract(((progress.upto, max(seqs)),), to_intervals(seqs))
             wanted = {*islice(Members(progress.lacked(absent)), _MOST_ABSENT)}
             wanted.update(filter(progress.lacks, seqs))
             fresh += [
@@ -433,9 +433,9 @@ class Loader:
             if one.listed:  # what was removed does not come back by a span
                 seqs.setdefault(one.owner, []).append(one.seq)
         stretches = [
-            Stretch(*owner, self._progress[owner].session, span)
+            SpanRequest(*owner, self._progress[owner].session, span)
             for owner, some in seqs.items()
-            for span in cover(some)
+            for span in covering_spans(some)
         ]
         while stretches := [s for s in stretches if s.span.length > 1 and s.session]:
             left = await self._each(partial(self._load_span, news, lacking), stretches)
@@ -443,8 +443,8 @@ class Loader:
         await self._each(partial(self._load_manifest, news), list(lacking.values()))
 
     async def _load_span(
-        self, news: News, lacking: dict[tuple[Owner, int], _Fresh], stretch: Stretch
-    ) -> list[Stretch]:
+        self, news: News, lacking: dict[tuple[Owner, int], _Fresh], stretch: SpanRequest
+    ) -> list[SpanRequest]:
         """What is to be asked for instead."""
         try:
             made = await read(self._store, stretch.key, RankSpan)
@@ -455,7 +455,7 @@ class Loader:
             news.passed_over(stretch.key, error)
             manifests = None
         if manifests is None:
-            return stretch.parts()  # they say the same
+            return stretch.children()  # they say the same
         for manifest in manifests:
             fresh = lacking.pop(((manifest.attempt, manifest.rank), manifest.seq))
             self._took(news, fresh, manifest)
@@ -487,7 +487,7 @@ class Loader:
             fresh.progress.final = True
 
     def _take(self, news: News, key: str, manifest: RankManifest) -> None:
-        manifest, data = settle(key, manifest)
+        manifest, data = extract_segment(key, manifest)
         if data:
             news.attached[key] = data
         add(news.facts, manifest)

@@ -22,13 +22,13 @@ import numpy as np
 
 from smdist.errors import CorruptObject, ObjectNotFound, StoreError
 from smdist.format.block import (
-    Place,
-    Spans,
+    DataRanges,
+    ObjectLocation,
     read_statistics,
     read_tensor,
+    statistics_ranges,
     statistics_row,
-    statistics_spans,
-    tensor_spans,
+    tensor_ranges,
 )
 from smdist.storage.store import NearStore, Store
 from smdist.trials.catalogue import Found
@@ -183,10 +183,10 @@ class Reader:
             return [value for batch in _batches(found) for value in self._values(batch)]
 
     def _values(self, found: Sequence[Found]) -> list[Array]:
-        spans = [tensor_spans(one.layout, one.tensor) for one in found]
+        spans = [tensor_ranges(one.layout, one.tensor) for one in found]
         return [
             # A copy, so that the array is writable and keeps nothing else alive.
-            read_tensor(one.tensor, data, checksum, self._place(one), one.identity).copy()
+            read_tensor(one.tensor, data, checksum, self._place(one), one.checksum_seed).copy()
             for one, data, checksum in self._read(found, spans)
         ]
 
@@ -195,7 +195,7 @@ class Reader:
         wanted: list[Range] = []
         room = self._cache.limit
         for one in found:
-            data, checksum, _ = _parts(one, tensor_spans(one.layout, one.tensor))
+            data, checksum, _ = _parts(one, tensor_ranges(one.layout, one.tensor))
             room -= data.nbytes + checksum.nbytes
             if room < 0:
                 break
@@ -209,14 +209,14 @@ class Reader:
             return self._rows(found)
 
     def _rows(self, found: Sequence[Found]) -> list[Row]:
-        spans = [statistics_spans(one.layout) for one in found]
+        spans = [statistics_ranges(one.layout) for one in found]
         matrices: dict[tuple[str, int], Array] = {}
         rows: list[Row] = []
         for one, data, checksum in self._read(found, spans):
             block = (one.entry.segment, one.entry.offset)
             if block not in matrices:
                 matrices[block] = read_statistics(
-                    one.layout, data, checksum, self._place(one), one.identity
+                    one.layout, data, checksum, self._place(one), one.checksum_seed
                 )
             row = statistics_row(one.layout, one.tensor, matrices[block])
             if row is None:
@@ -224,11 +224,11 @@ class Reader:
             rows.append(row)
         return rows
 
-    def _place(self, one: Found) -> Place:
-        return Place(self._store.url, one.entry.segment)
+    def _place(self, one: Found) -> ObjectLocation:
+        return ObjectLocation(self._store.url, one.entry.segment)
 
     def _read(
-        self, found: Sequence[Found], spans: Sequence[Spans | None]
+        self, found: Sequence[Found], spans: Sequence[DataRanges | None]
     ) -> Iterator[tuple[Found, bytes, bytes]]:
         """The bytes and the checksum of each; a block's checksums are read together if few."""
         parts = [_parts(one, span) for one, span in zip(found, spans, strict=True)]
@@ -369,13 +369,13 @@ def _batches(found: Sequence[Found]) -> Iterator[list[Found]]:
         yield batch
 
 
-def _parts(one: Found, spans: Spans | None) -> tuple[Range, Range, int]:
+def _parts(one: Found, spans: DataRanges | None) -> tuple[Range, Range, int]:
     """The range of the data, that of the checksum, and where the latter is in what it reads."""
     if spans is None:
         raise ValueError(f"{one.tensor.name!r} has no such data in this block")
     key, offset = one.entry.segment, one.entry.offset
     table, size = one.layout.checksums_offset, one.layout.checksums_nbytes
-    data = Range(key, *spans.data.within(offset))
+    data = Range(key, *spans.data.shifted(offset))
     if size > GAP:
-        return data, Range(key, *spans.checksum.within(offset)), 0
+        return data, Range(key, *spans.checksum.shifted(offset)), 0
     return data, Range(key, table + offset, table + offset + size), spans.checksum.start - table

@@ -23,7 +23,7 @@ from smdist.errors import (
     StepUnavailable,
     TensorUnavailable,
 )
-from smdist.format.manifest import Thinned
+from smdist.format.manifest import SamplingChanges
 from smdist.identity import ModeKeys, worker_name, worker_rank
 from smdist.storage import loop_thread as sync
 from smdist.trials.arguments import plain_arguments
@@ -320,7 +320,7 @@ class Trial(Follower):
             found[""] = list(unreadable.values())
         return found
 
-    def thinned(self) -> list[Thinned]:
+    def thinned(self) -> list[SamplingChanges]:
         """What `overhead_budget` has left out, by attempt and rank: from which step on, how much."""
         return sync.run(self._loader.thinned())
 

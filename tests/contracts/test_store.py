@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from smdist.errors import CorruptObject, ObjectExists, ObjectNotFound, StoreError
-from smdist.limits import most_bytes
+from smdist.limits import max_object_bytes
 from smdist.storage.in_memory import MemoryStore
 from smdist.storage.local import LocalStore
 from smdist.storage.store import Buffer, Store
@@ -218,7 +218,7 @@ def test_ranges_do_not_count_from_the_end(harness: Harness, start: int, stop: in
 
 
 def test_what_is_too_large_is_not_read_whole(harness: Harness) -> None:
-    most = most_bytes("run.json")
+    most = max_object_bytes("run.json")
     harness.plant("run.json", b"{" * most)
     harness.plant("below/run.json", b"{" * (most + 1))
     assert len(use(harness, lambda store: store.get("run.json"))) == most

@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 from safetensors import safe_open
 
-from smdist.format.block import Place, crc32c, identity, read_tensor, tensor_spans
-from smdist.format.inline_segment import settle
+from smdist.format.block import ObjectLocation, checksum_seed, crc32c, read_tensor, tensor_ranges
+from smdist.format.inline_segment import extract_segment
 from smdist.format.layout import Layout
 from smdist.format.manifest import RankManifest, layout_key
 from smdist.identity import modes
@@ -70,7 +70,7 @@ def _chain(manifests: list[RankManifest]) -> None:
 
 def _entries(out_dir: Path, manifest: RankManifest, found: dict[Saved, int]) -> set[str]:
     """The segments that a manifest names, without what it carries itself."""
-    settled, attached = settle("attached", manifest)
+    settled, attached = extract_segment("attached", manifest)
     named = {entry.segment for entry in settled.steps} - {"", "attached"}
     content = {segment: (out_dir / segment).read_bytes() for segment in named}
     content["attached"] = attached
@@ -82,13 +82,15 @@ def _entries(out_dir: Path, manifest: RankManifest, found: dict[Saved, int]) -> 
         layout = Layout.from_json((out_dir / key).read_bytes(), entry.layout, key)
         data = content[entry.segment]
         for tensor in layout.tensors:
-            spans = tensor_spans(layout, tensor)
+            spans = tensor_ranges(layout, tensor)
             assert spans is not None
             raw, checksum = (
-                data[s.start : s.stop] for s in (x.within(entry.offset) for x in spans)
+                data[s.start : s.stop] for s in (x.shifted(entry.offset) for x in spans)
             )
-            of_block = identity(manifest.session, entry)
-            read_tensor(tensor, raw, checksum, Place(str(out_dir), entry.segment), of_block)
+            of_block = checksum_seed(manifest.session, entry)
+            read_tensor(
+                tensor, raw, checksum, ObjectLocation(str(out_dir), entry.segment), of_block
+            )
             saved = Saved(manifest.attempt, manifest.rank, entry.mode, entry.mode_step, tensor.name)
             assert saved not in found, f"stored twice: {saved}"
             found[saved] = crc32c(raw)

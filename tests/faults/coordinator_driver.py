@@ -19,7 +19,7 @@ from smdist.coordination.service.run_watcher import RunWatcher
 from smdist.coordination.snapshot.pack import POINTER_KEY, Pointer, load_view
 from smdist.coordination.view.run_view import Fact, View, fold
 from smdist.errors import StoreError
-from smdist.format.inline_segment import settle
+from smdist.format.inline_segment import extract_segment
 from smdist.format.manifest import Heartbeat, RankManifest, Session
 from smdist.identity import ModeKeys
 from smdist.storage import loop_thread as sync
@@ -114,7 +114,7 @@ def from_scratch(store: Store) -> View:
                 facts.append(msgspec.json.decode(data, type=Heartbeat))
             elif key.startswith("manifests/"):
                 manifest = msgspec.json.decode(data, type=RankManifest)
-                facts.append(settle(key, manifest).manifest)
+                facts.append(extract_segment(key, manifest).manifest)
         return facts
 
     return fold(sync.run(read()))

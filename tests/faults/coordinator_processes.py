@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from smdist.coordination.service.directory_watcher import DirectoryWatcher
-from smdist.coordination.view.membership import Patience
+from smdist.coordination.view.membership import LivenessTimeouts
 from smdist.errors import StoreError
 from smdist.storage import open_store
 from tests.faults.job import Order, _become, _serve
@@ -25,7 +25,9 @@ def coordinate(order: Order) -> None:
 
 async def _coordinate(order: Order) -> None:
     stop = asyncio.Event()
-    patience = Patience(lost_after_s=order.arguments.get("lost_after_s", 1.0), lagging_after_s=0.5)
+    patience = LivenessTimeouts(
+        lost_after_s=order.arguments.get("lost_after_s", 1.0), lagging_after_s=0.5
+    )
     watch = DirectoryWatcher(
         order.arguments["url"],
         interval_s=0.05,

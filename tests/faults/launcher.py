@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from smdist.processes import alive
+from smdist.processes import is_alive
 from smdist.workers.spool.ack_page import AckPage
 from smdist.workers.spool.private_files import private_root
 from smdist.workers.upload.recover import find_spools
@@ -188,7 +188,7 @@ def uploaders(spool: Path) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            if str(spool).encode() in path.read_bytes() and alive(int(path.parent.name)):
+            if str(spool).encode() in path.read_bytes() and is_alive(int(path.parent.name)):
                 found.append(int(path.parent.name))
     return found
 
@@ -216,6 +216,6 @@ def ack_page_of(spool: Path) -> Iterator[AckPage]:
 def uploader_of(spool: Path) -> int:
     """Its process number, 0 while there is none."""
     with contextlib.suppress(OSError), ack_page_of(spool) as ack_page:
-        if ack_page.uploader_pid and alive(ack_page.uploader_pid):
+        if ack_page.uploader_pid and is_alive(ack_page.uploader_pid):
             return ack_page.uploader_pid
     return 0

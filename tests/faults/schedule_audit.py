@@ -14,16 +14,16 @@ import msgspec
 import numpy as np
 
 from smdist.format.block import (
-    Place,
+    ObjectLocation,
+    checksum_seed,
     crc32c,
-    identity,
     read_statistics,
     read_tensor,
+    statistics_ranges,
     statistics_row,
-    statistics_spans,
-    tensor_spans,
+    tensor_ranges,
 )
-from smdist.format.inline_segment import settle
+from smdist.format.inline_segment import extract_segment
 from smdist.format.layout import Layout
 from smdist.format.manifest import RankManifest, RankSummary, StepEntry, layout_key, manifest_key
 from smdist.kernel.tensor_stats import derive
@@ -101,7 +101,7 @@ def _chain(run: _Run) -> list[RankManifest]:
 
 
 def _manifest(run: _Run, manifest: RankManifest) -> None:
-    settled, attached = settle(manifest_key(WORKER, 0, manifest.seq), manifest)
+    settled, attached = extract_segment(manifest_key(WORKER, 0, manifest.seq), manifest)
     blocks = [entry.block for entry in settled.steps]
     assert len(set(blocks)) == len(blocks), "one block twice"
     for entry in settled.steps:
@@ -112,27 +112,27 @@ def _manifest(run: _Run, manifest: RankManifest) -> None:
             if not attached and entry.segment:
                 run.segments.add(entry.segment)
                 data = run.read(entry.segment)
-            _block(run, entry, data, identity(manifest.session, entry))
+            _block(run, entry, data, checksum_seed(manifest.session, entry))
 
 
 def _block(run: _Run, entry: StepEntry, data: bytes, of_block: int) -> None:
     key = layout_key(entry.layout)
     layout = Layout.from_json(run.read(key), entry.layout, key)
-    place = Place(str(run.folder), entry.segment)
+    place = ObjectLocation(str(run.folder), entry.segment)
     statistics = None
-    if spans := statistics_spans(layout):
-        raw, checksum = (data[s.start : s.stop] for s in (x.within(entry.offset) for x in spans))
+    if spans := statistics_ranges(layout):
+        raw, checksum = (data[s.start : s.stop] for s in (x.shifted(entry.offset) for x in spans))
         statistics = read_statistics(layout, raw, checksum, place, of_block)
     for tensor in layout.tensors:
         kind, index = run.places[tensor.name]
         saved, right = run.plan.kinds[kind][index], value(run.plan, entry.step, kind, index)
         where = f"{tensor.name} of step {entry.step}"
         assert kind in run.plan.steps[entry.step], where
-        spans = tensor_spans(layout, tensor)
+        spans = tensor_ranges(layout, tensor)
         assert (spans is not None) is saved.raw, where
         if spans is not None:
             raw, checksum = (
-                data[s.start : s.stop] for s in (x.within(entry.offset) for x in spans)
+                data[s.start : s.stop] for s in (x.shifted(entry.offset) for x in spans)
             )
             found = read_tensor(tensor, raw, checksum, place, of_block)
             np.testing.assert_array_equal(found, right, err_msg=where)
@@ -178,5 +178,5 @@ def _ending(last: RankManifest, plan: Plan, told: Told) -> None:
 def _summary(run: _Run, manifests: list[RankManifest]) -> None:
     for key in run.keys("summaries"):
         summary = msgspec.json.decode(run.read(key), type=RankSummary)
-        assert summary.whole
+        assert summary.is_consistent
         assert list(summary.manifests) == manifests, "a summary that says something else"

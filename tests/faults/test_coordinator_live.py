@@ -13,9 +13,9 @@ import pytest
 from smdist.coordination.service.directory_watcher import DirectoryWatcher, RunWatcher
 from smdist.coordination.service.hint_server import INBOX_KEY
 from smdist.coordination.snapshot.pack import POINTER_KEY, Pointer, load_view
-from smdist.coordination.view.membership import Patience
+from smdist.coordination.view.membership import LivenessTimeouts
 from smdist.coordination.view.status import RankLine
-from smdist.processes import stopped
+from smdist.processes import is_stopped
 from smdist.storage.local import LocalStore
 from tests.faults.coordinator_driver import from_scratch
 from tests.faults.launcher import Launcher, Started, drained
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.ranks
 
 RANKS, STEPS, SLOW, VICTIM = 4, 200, 3, 2
 # Ranks beat every 5 seconds.
-PATIENCE = Patience(lost_after_s=15.0, lagging_after_s=1.5)
+PATIENCE = LivenessTimeouts(lost_after_s=15.0, lagging_after_s=1.5)
 SCRIPT = """
 import time
 from pathlib import Path
@@ -107,7 +107,7 @@ async def follow(
     assert watcher().status().hints > 0
 
     ranks[SLOW].kill(signal.SIGSTOP)
-    await until(lambda: stopped(ranks[SLOW].pid), about)
+    await until(lambda: is_stopped(ranks[SLOW].pid), about)
     trained = max(one.step for one in ranks[SLOW].evidence())
     await until(lambda: line(SLOW).status == "lost", about)
     assert "lost" not in {line(rank).status for rank in range(RANKS) if rank != SLOW}

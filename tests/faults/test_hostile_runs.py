@@ -33,14 +33,14 @@ from smdist.format.manifest import (
     CollectionInfo,
     RankManifest,
     RankSummary,
-    Thinned,
-    Thinning,
+    SamplingChange,
+    SamplingChanges,
+    sampling_changes_key,
     summary_key,
-    thinned_key,
 )
 from smdist.format.stored_json import decode, encode
 from smdist.identity import ModeKeys
-from smdist.limits import MOST_RANKS
+from smdist.limits import MAX_RANKS
 from smdist.storage import LocalStore
 from smdist.storage import loop_thread as sync
 from tests.run_builder import RunBuilder, Saved
@@ -123,9 +123,9 @@ def build(root: Path) -> None:
             writer.flush()
         writer.end()
         writer.beat(run.now)
-        key = thinned_key(writer.worker, 0)
-        thinning = Thinning("train", 0, 0, 2, False, 0.1, run.now)
-        sync.run(store.put(key, [encode(Thinned(writer.worker, 0, 0.1, (thinning,)), key)]))
+        key = sampling_changes_key(writer.worker, 0)
+        thinning = SamplingChange("train", 0, 0, 2, False, 0.1, run.now)
+        sync.run(store.put(key, [encode(SamplingChanges(writer.worker, 0, 0.1, (thinning,)), key)]))
 
 
 @pytest.fixture(scope="module")
@@ -478,10 +478,10 @@ MERGED: dict[str, Change] = {
     "head of steps beyond 64 bits": steps_run(HUGE, 0),
     "head of strides beyond 64 bits": steps_run((1 << 62) - 1, 1),
     "head of ranks beyond memory": steps_run([[0, NOBODY]], 5),
-    "head of ranks that nobody knows": steps_run([[0, MOST_RANKS]], 5),
+    "head of ranks that nobody knows": steps_run([[0, MAX_RANKS]], 5),
     "head of ranks that go back": steps_run([[1, 0]], 5),
     "head of no ranks": steps_run([], 5),
-    "head with open ranks that nobody knows": steps_run([[0, MOST_RANKS]], 7),
+    "head with open ranks that nobody knows": steps_run([[0, MAX_RANKS]], 7),
     "head with numbers of ranks that nobody knows": steps_run([[1, [[5, 9]]]], 9),
     "head of an unknown mode": head(9, "attempts", 0, "chunks", 0, 2),
     "head of a chunk without steps": head([], "attempts", 0, "chunks", 0, 3),
@@ -616,14 +616,14 @@ def test_numbers_that_are_vast_and_allowed_cost_nothing(
         template = manifest["steps"][0]
         more = [[*template[:1], n, n, 10 + n, *template[4:]] for n in range(3, 1500)]
         store(root, MANIFEST, {**manifest, "steps": [*manifest["steps"], *more]})
-        field(SESSION, MOST_RANKS, "world_size")(root)
+        field(SESSION, MAX_RANKS, "world_size")(root)
     else:
         row([[0, 4], [10**9, 1 << 61]], 9)(root)
-        row([[MOST_RANKS, "all"]], 4)(root)
+        row([[MAX_RANKS, "all"]], 4)(root)
     found = reader.read(root, little=True)
     assert not found["strange"], found["strange"][0]
-    assert f"attempt 0: {MOST_RANKS} ranks expected" in found["raw"][0]
-    assert f"never started: worker_2 to worker_{MOST_RANKS - 1}" in found["raw"][0]
+    assert f"attempt 0: {MAX_RANKS} ranks expected" in found["raw"][0]
+    assert f"never started: worker_2 to worker_{MAX_RANKS - 1}" in found["raw"][0]
     assert not any("Corrupt" in text for text in found["told"])
 
 
@@ -634,7 +634,7 @@ def test_a_world_for_each_of_many_attempts_is_refused(
     shutil.copytree(runs["plain"], root)
     for attempt in range(1, 12):
         key = f"sessions/worker_0/{attempt:06d}.json"
-        session = {**load(root, SESSION), "attempt": attempt, "world_size": MOST_RANKS}
+        session = {**load(root, SESSION), "attempt": attempt, "world_size": MAX_RANKS}
         store(root, key, session)
     found = reader.read(root)
     assert not found["strange"], found["strange"][0]

@@ -16,7 +16,7 @@ import pytest
 
 from smdist.coordination.view.membership import RankStatus
 from smdist.identity import modes
-from smdist.processes import alive, stopped
+from smdist.processes import is_alive, is_stopped
 from smdist.trials import create_trial
 from tests.faults.audit import assert_in_run, audit, unexplained
 from tests.faults.launcher import (
@@ -71,7 +71,7 @@ def all_begun(pid: int, spool: Path) -> bool:
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             parent = int(path.read_text().rpartition(")")[2].split()[1])
-            if parent != pid or not alive(int(path.parent.name)):
+            if parent != pid or not is_alive(int(path.parent.name)):
                 continue
             if str(spool).encode() not in (path.parent / "cmdline").read_bytes():
                 return False
@@ -81,7 +81,7 @@ def all_begun(pid: int, spool: Path) -> bool:
 def kill(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):  # it was done
         os.kill(pid, signal.SIGKILL)
-    until(lambda: not alive(pid), f"uploader {pid} to die")
+    until(lambda: not is_alive(pid), f"uploader {pid} to die")
 
 
 @pytest.mark.timeout(180)
@@ -189,7 +189,7 @@ def test_both_killed_and_recovered(
         started.wait_for(f"step {chance.randrange(8)}")
         # Stopped, it cannot start another uploader.
         started.kill(signal.SIGSTOP)
-        until(lambda: stopped(started.pid) or started.code is not None, "it to stop")  # noqa: B023
+        until(lambda: is_stopped(started.pid) or started.code is not None, "it to stop")  # noqa: B023
         until(lambda: all_begun(started.pid, spool), "its uploader to be one")  # noqa: B023
         if first == "rank":
             started.kill()

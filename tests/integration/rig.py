@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from smdist import kernel
-from smdist.format.block import Place, identity, read_tensor, tensor_spans
+from smdist.format.block import ObjectLocation, checksum_seed, read_tensor, tensor_ranges
 from smdist.format.journal_records import (
     Close,
     Declare,
@@ -378,11 +378,15 @@ def _read_entry(
     layout = Layout.from_json((out_dir / key).read_bytes(), entry.layout, key)
     data = (out_dir / entry.segment).read_bytes()
     for tensor in layout.tensors:
-        spans = tensor_spans(layout, tensor)
+        spans = tensor_ranges(layout, tensor)
         assert spans is not None
-        parts = [data[s.start : s.stop] for s in (x.within(entry.offset) for x in spans)]
+        parts = [data[s.start : s.stop] for s in (x.shifted(entry.offset) for x in spans)]
         value = read_tensor(
-            tensor, parts[0], parts[1], Place(str(out_dir), entry.segment), identity(session, entry)
+            tensor,
+            parts[0],
+            parts[1],
+            ObjectLocation(str(out_dir), entry.segment),
+            checksum_seed(session, entry),
         )
         is_raw = tensor.name == "weight"
         expected = raw_value(step, elements) if is_raw else scalar_value(step)

@@ -12,7 +12,7 @@ import pytest
 
 from smdist.coordination.view.membership import RankStatus
 from smdist.identity import modes
-from smdist.processes import alive
+from smdist.processes import is_alive
 from smdist.trials import create_trial
 from tests.faults.audit import assert_in_run, audit
 from tests.faults.job import Order
@@ -152,7 +152,7 @@ train(order, before_step=lambda step: step == 2 and wait_for(Path(order.argument
     second = launcher.start(tmp_path / "second", steps=4, hook=hook)
     assert second.wait() == 1
     assert "RunExists" in second.stderr
-    assert alive(living.pid)
+    assert is_alive(living.pid)
     go.touch()
     assert living.wait() == 0, repr(living)
     drained(root)

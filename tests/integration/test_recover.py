@@ -14,7 +14,7 @@ import pytest
 
 from smdist.errors import SpoolUnavailable
 from smdist.format.journal_records import End
-from smdist.processes import alive, stopped
+from smdist.processes import is_alive, is_stopped
 from smdist.workers.spool.private_files import private_root
 from smdist.workers.spool.spool import SpoolBusy
 from smdist.workers.upload.recover import TrainerAlive, find_spools, pending_bytes, recover
@@ -75,12 +75,12 @@ def test_both_killed_then_recovered(job: Job, tmp_path: Path, seed: int) -> None
         uploader = rank.uploader_pid()
         # The rank first, stopped in its tracks: its supervisor must not start another uploader.
         rank.popen.send_signal(signal.SIGSTOP)
-        until(lambda: stopped(rank.popen.pid), "the rank to stand still")
+        until(lambda: is_stopped(rank.popen.pid), "the rank to stand still")
         os.kill(uploader, signal.SIGKILL)
         rank.popen.kill()
         rank.rest()
         rank.popen.wait()
-        until(lambda: not alive(uploader), "the uploader to die")
+        until(lambda: not is_alive(uploader), "the uploader to die")
         done = recover(rank.spool, quiet)
     assert done.state == "lost"
     assert not rank.spool.exists()

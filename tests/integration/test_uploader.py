@@ -19,7 +19,7 @@ from safetensors import safe_open
 from smdist import kernel
 from smdist.format.journal_records import Close, Declare, End, Flush, Inline, Part, TensorSpec
 from smdist.format.manifest import Heartbeat, RankManifest
-from smdist.processes import alive
+from smdist.processes import is_alive
 from smdist.workers.spool.journal import JournalWriter
 from smdist.workers.spool.spool import Spool, UploadOptions
 from smdist.workers.upload.process import LEFT_BEHIND, uploader_command
@@ -68,7 +68,7 @@ def wait_for_progress(rank: Process) -> None:
 
 def kill_and_wait(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
-    until(lambda: not alive(pid), f"process {pid} to die")
+    until(lambda: not is_alive(pid), f"process {pid} to die")
 
 
 def test_an_orderly_end_stores_everything_and_leaves_nothing(job: Job, tmp_path: Path) -> None:

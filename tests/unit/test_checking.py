@@ -15,11 +15,17 @@ from hypothesis import strategies as st
 from smdist.checking import check
 from smdist.coordination.view.run_view import World
 from smdist.errors import CorruptObject
-from smdist.format.intervals import Members, check_spans, joined, spans_of, without
+from smdist.format.intervals import (
+    Members,
+    check_intervals,
+    merge_intervals,
+    subtract,
+    to_intervals,
+)
 from smdist.format.manifest import RankManifest, StepEntry
 from smdist.format.stored_json import decode, encode
 from smdist.identity import printable
-from smdist.limits import MOST_NUMBER, MOST_RANKS, Digest, MergedKey, Rank, SegmentKey
+from smdist.limits import MAX_NUMBER, MAX_RANKS, Digest, MergedKey, Rank, SegmentKey
 from smdist.workers.hook.error_policy import Mishaps
 from smdist.workers.spool.logs import logger
 
@@ -28,15 +34,15 @@ numbers = st.sets(st.integers(0, 40))
 
 @given(numbers, numbers)
 def test_ranges_are_subtracted_like_sets(some: set[int], others: set[int]) -> None:
-    left = without(spans_of(some), spans_of(others))
-    check_spans(left)
+    left = subtract(to_intervals(some), to_intervals(others))
+    check_intervals(left)
     assert list(Members(left)) == sorted(some - others)
-    assert joined((*left, *spans_of(others))) == spans_of(some | others)
+    assert merge_intervals((*left, *to_intervals(others))) == to_intervals(some | others)
 
 
 @given(numbers)
 def test_members_are_the_numbers_of_a_set(some: set[int]) -> None:
-    members = Members(spans_of(some))
+    members = Members(to_intervals(some))
     assert members == tuple(sorted(some))
     assert (len(members), bool(members)) == (len(some), bool(some))
     assert [number in members for number in range(42)] == [number in some for number in range(42)]
@@ -48,13 +54,13 @@ def test_members_of_a_vast_set_are_not_listed() -> None:
     assert 7 not in vast
     assert (1 << 60) in vast
     assert next(iter(vast)) == 0
-    assert without(vast.spans, ((3, 1 << 60),)) == ((0, 3), (1 << 60, 1 << 61))
+    assert subtract(vast.intervals, ((3, 1 << 60),)) == ((0, 3), (1 << 60, 1 << 61))
 
 
 @pytest.mark.parametrize("spans", [((1, 1),), ((2, 1),), ((0, 2), (1, 3)), ((0, 2), (2, 3))])
 def test_ranges_that_are_none(spans: tuple[tuple[int, int], ...]) -> None:
     with pytest.raises(ValueError, match="is no range"):
-        check_spans(spans)
+        check_intervals(spans)
 
 
 def entry(**more: object) -> StepEntry:
@@ -72,9 +78,9 @@ def manifest(*steps: StepEntry, **more: object) -> RankManifest:
     [
         (manifest(entry(), entry(offset=-1)), "steps: offset: -1 is not from 0"),
         (manifest(entry(mode=5), entry()), "steps: mode: 5 is not from 1 to 4"),
-        (manifest(entry(step=MOST_NUMBER + 1)), f"step: {MOST_NUMBER + 1} is not from 0"),
+        (manifest(entry(step=MAX_NUMBER + 1)), f"step: {MAX_NUMBER + 1} is not from 0"),
         (manifest(entry(segment="../x")), "segment: '../x' is no key"),
-        (manifest(rank=MOST_RANKS), f"rank: {MOST_RANKS} is not from 0 to {MOST_RANKS - 1}"),
+        (manifest(rank=MAX_RANKS), f"rank: {MAX_RANKS} is not from 0 to {MAX_RANKS - 1}"),
         (manifest(include_workers="both"), "include_workers: 'both' is no choice of workers"),
         (manifest(include_workers=(0, -1)), "include_workers: -1 is not from 0"),
     ],
@@ -88,7 +94,7 @@ def test_a_field_that_is_out_of_its_range_is_named(made: RankManifest, said: str
 
 
 def test_what_is_in_its_range_is_decoded() -> None:
-    made = manifest(entry(segment="."), entry(segment="", offset=MOST_NUMBER), entry(layout=""))
+    made = manifest(entry(segment="."), entry(segment="", offset=MAX_NUMBER), entry(layout=""))
     for one in (made, manifest(include_workers=(0, 7))):
         assert decode(encode(one, "k"), RankManifest, "k") == one
 
@@ -115,7 +121,7 @@ def test_marks(kind: object, good: object, bad: object) -> None:
 
 
 def test_a_world_is_a_range() -> None:
-    assert World(MOST_RANKS, "all").expected_ranks() == ((0, MOST_RANKS),)
+    assert World(MAX_RANKS, "all").expected_ranks() == ((0, MAX_RANKS),)
     assert World(3, (2, 0, 7, 10**12)).expected_ranks() == ((0, 1), (2, 3))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from smdist.errors import ObjectExists, StoreError, StoreForbidden
-from smdist.format.fold import Fold
+from smdist.format.fold import FoldedRecords
 from smdist.format.journal_records import Describe
 from smdist.format.manifest import (
     RankManifest,
@@ -59,7 +59,7 @@ def ack_page(tmp_path: Path) -> Iterator[AckPage]:
 def make_batch(seq: int, first: int, upto: int, described: bytes = b"") -> Batch:
     key = segment_key("worker_0", 0, seq, "0")
     describe = (Describe("collections/worker_0.json", described),) if described else ()
-    news = Fold(first, upto, (), (), (), describe, None, False, 100)
+    news = FoldedRecords(first, upto, (), (), (), describe, None, False, 100)
     return Batch(seq, news, Segment(key, (b"data",), 4, (), {}))
 
 

@@ -15,7 +15,7 @@ import pytest
 from smdist.coordination.service.directory_watcher import DirectoryWatcher
 from smdist.coordination.service.run_watcher import RunWatcher
 from smdist.coordination.snapshot.pack import POINTER_KEY, Pointer, load_view
-from smdist.coordination.view.membership import PATIENCE, Patience, rank_reports
+from smdist.coordination.view.membership import DEFAULT_TIMEOUTS, LivenessTimeouts, rank_reports
 from smdist.coordination.view.status import RankLine, RunStatus
 from smdist.errors import (
     CoordinationError,
@@ -43,7 +43,7 @@ class Bench:
     """A job of some ranks, its watcher, and the time."""
 
     time: float = 10_000.0
-    patience: Patience = PATIENCE
+    patience: LivenessTimeouts = DEFAULT_TIMEOUTS
     store: MemoryStore = field(default_factory=lambda: MemoryStore("watched"))
     ranks: list[RankWriter] = field(default_factory=list)
     ahead_s: float = 0.0  # the ranks' clocks are
@@ -174,14 +174,14 @@ def test_a_stopped_rank_becomes_lost_and_a_late_commit_makes_it_whole(bench: Ben
         bench.save(step, 0)
         bench.turn(2.0)
         lost = bench.line(1).status == "lost"
-        assert lost is (bench.time - stopped > PATIENCE.lost_after_s)
+        assert lost is (bench.time - stopped > DEFAULT_TIMEOUTS.lost_after_s)
     assert "nothing heard" in bench.line(1).reason
     assert bench.watcher.missing(30) == {1: "lost"}
     assert bench.watcher.step(30).standing == "partial"
     assert bench.watcher.latest_complete_step() == 0
     for step in range(1, 40):
         bench.save(step, 1)
-    bench.turns(PATIENCE.lost_after_s / 2)
+    bench.turns(DEFAULT_TIMEOUTS.lost_after_s / 2)
     assert bench.line(1).status == "active"
     assert bench.watcher.step(30).standing == "complete"
     assert bench.watcher.latest_complete_step() == 39
@@ -276,15 +276,15 @@ def test_ranks_are_judged_by_the_watchers_clock_alone(ahead_s: float) -> None:
     for step in range(4):
         bench.save(step, 0, 1)
         bench.turn()
-    bench.turns(PATIENCE.lost_after_s - 20, 1.0, 0)
+    bench.turns(DEFAULT_TIMEOUTS.lost_after_s - 20, 1.0, 0)
     assert [bench.line(rank).status for rank in range(3)] == ["active"] * 3
     assert bench.watcher.step(9).standing == "pending"
-    bench.turns(2 * PATIENCE.lost_after_s, 1.0, 0)
+    bench.turns(2 * DEFAULT_TIMEOUTS.lost_after_s, 1.0, 0)
     assert [bench.line(rank).status for rank in range(3)] == ["active", "lost", "lost"]
-    assert bench.time - bench.line(0).last_seen <= PATIENCE.lost_after_s / 2
+    assert bench.time - bench.line(0).last_seen <= DEFAULT_TIMEOUTS.lost_after_s / 2
     for rank in bench.ranks:
         rank.end()
-    bench.turns(PATIENCE.lost_after_s)
+    bench.turns(DEFAULT_TIMEOUTS.lost_after_s)
     assert bench.state == "finished"
 
 
@@ -390,7 +390,7 @@ def test_a_run_whose_ranks_fell_silent_is_never_final_and_goes_on_when_they_do(
     ranks = bench.start(2)
     bench.save(0)
     ranks[0].end()
-    bench.turns(20 * PATIENCE.lost_after_s, 5.0)
+    bench.turns(20 * DEFAULT_TIMEOUTS.lost_after_s, 5.0)
     assert bench.line(1).status == "lost"
     assert bench.state == "watching", "it may come back"
     assert not bench.pointer().final
@@ -418,7 +418,7 @@ def test_what_is_recovered_of_a_lost_rank_after_the_end_is_merged(
     bench.save(1, 0)
     ended.end()
     lost.lose()
-    bench.turns(2 * PATIENCE.lost_after_s)
+    bench.turns(2 * DEFAULT_TIMEOUTS.lost_after_s)
     assert bench.state == "finished"
     assert not run(bench.watcher.has_new_data())
     bench.save(1, 1)
@@ -429,7 +429,7 @@ def test_what_is_recovered_of_a_lost_rank_after_the_end_is_merged(
     assert bench.state == "watching"
     bench.turn()
     assert bench.watcher.missing(1) == {}
-    bench.turns(2 * PATIENCE.lost_after_s)
+    bench.turns(2 * DEFAULT_TIMEOUTS.lost_after_s)
     assert bench.state == "finished"
     loaded = run(load_view(bench.store, bench.pointer()))
     assert loaded.view.canonical() == from_scratch(bench.store).canonical()

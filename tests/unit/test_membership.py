@@ -8,8 +8,8 @@ import pytest
 
 from smdist.coordination.view.membership import (
     Heard,
+    LivenessTimeouts,
     MissingReason,
-    Patience,
     RankStatus,
     expected_ranks,
     finished,
@@ -69,7 +69,7 @@ def missing(view: View, key: tuple[int, int], *, attempt: int = 0) -> dict[int, 
 
 
 def status(view: View, rank: int, now: float = NOW, **patience: float) -> RankStatus:
-    return rank_reports(view, 0, now, Patience(**patience))[rank].status
+    return rank_reports(view, 0, now, LivenessTimeouts(**patience))[rank].status
 
 
 @pytest.mark.parametrize(

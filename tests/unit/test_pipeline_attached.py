@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from smdist.format.inline_segment import attachable, settle
+from smdist.format.inline_segment import can_embed, extract_segment
 from smdist.format.manifest import RankManifest, manifest_key
 from smdist.format.segment import Segment
 from smdist.format.stored_json import decode
@@ -44,14 +44,14 @@ def test_tensors_get_an_object_of_their_own(tensor: Array) -> None:
 def test_a_limit_of_nothing_attaches_nothing() -> None:
     store, data = written({"loss": np.array(0.5)}, 0)
     assert len(sync.run(store.list("segments/"))) == 1
-    assert settle(KEY, decode(data, RankManifest, KEY)).data == b""
-    assert not attachable(Segment("", (), 0, (), {}), 1 << 16)
+    assert extract_segment(KEY, decode(data, RankManifest, KEY)).data == b""
+    assert not can_embed(Segment("", (), 0, (), {}), 1 << 16)
 
 
 def test_settled_entries_name_the_manifest_and_nothing_else_changes() -> None:
     _, data = written({"loss": np.array(0.5)}, 1 << 16)
     stored = decode(data, RankManifest, KEY)
-    settled, segment = settle(KEY, stored)
+    settled, segment = extract_segment(KEY, stored)
     assert {entry.segment for entry in settled.steps} == {KEY}
     assert (settled.upto, settled.state, settled.attached) == (stored.upto, "ended", b"")
     assert segment == stored.attached

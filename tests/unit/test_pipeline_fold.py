@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smdist.format.block import Place, entries_by_name, identity, read_tensor, tensor_spans
+from smdist.format.block import (
+    ObjectLocation,
+    checksum_seed,
+    entries_by_name,
+    read_tensor,
+    tensor_ranges,
+)
 from smdist.format.fold import Block, fold
 from smdist.format.journal_records import Declare, Describe, Drop, End, Flush, Part, Piece, Trouble
 from smdist.format.manifest import Session
@@ -141,10 +147,12 @@ def seen_by_reader(scribe: Scribe, ranges: list[list[Piece]]) -> tuple[View, set
         if layout is None:
             continue
         for name, tensor in entries_by_name(layout).items():
-            spans = tensor_spans(layout, tensor)
+            spans = tensor_ranges(layout, tensor)
             assert spans is not None
-            raw, crc = (data[slice(*span.within(entry.offset))] for span in spans)
-            value = read_tensor(tensor, raw, crc, Place("", "s"), identity("me", entry))
+            raw, crc = (data[slice(*span.shifted(entry.offset))] for span in spans)
+            value = read_tensor(
+                tensor, raw, crc, ObjectLocation("", "s"), checksum_seed("me", entry)
+            )
             view.setdefault(key, {})[name] = (str(value.dtype), value.tobytes())
     return view, closed
 

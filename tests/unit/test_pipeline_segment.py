@@ -10,15 +10,15 @@ from safetensors import safe_open
 
 from smdist.errors import CorruptObject
 from smdist.format.block import (
-    Place,
-    Spans,
+    DataRanges,
+    ObjectLocation,
+    checksum_seed,
     entries_by_name,
-    identity,
     read_statistics,
     read_tensor,
+    statistics_ranges,
     statistics_row,
-    statistics_spans,
-    tensor_spans,
+    tensor_ranges,
 )
 from smdist.format.dtypes import dtype_code, parse_header
 from smdist.format.fold import Block, fold
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-HERE = Place("/runs/one", "segments/s")
+HERE = ObjectLocation("/runs/one", "segments/s")
 SESSION = Session("me", 3, 4, 1, "all", 0.0, "host", 1, "")
 
 
@@ -41,7 +41,7 @@ def write(scribe: Scribe, blocks: Sequence[Block] | None = None) -> Segment:
 
 
 def of_block(segment: Segment, index: int = 0) -> int:
-    return identity(SESSION.session, segment.entries[index])
+    return checksum_seed(SESSION.session, segment.entries[index])
 
 
 def read_back(segment: Segment, name: str, index: int = 0, data: bytes = b"") -> Array:
@@ -49,9 +49,9 @@ def read_back(segment: Segment, name: str, index: int = 0, data: bytes = b"") ->
     step = segment.entries[index]
     layout = segment.layouts[step.layout]
     entry = entries_by_name(layout)[name]
-    spans = tensor_spans(layout, entry)
+    spans = tensor_ranges(layout, entry)
     assert spans is not None
-    raw, crc = (data[slice(*span.within(step.offset))] for span in spans)
+    raw, crc = (data[slice(*span.shifted(step.offset))] for span in spans)
     return read_tensor(entry, raw, crc, HERE, of_block(segment, index))
 
 
@@ -184,10 +184,10 @@ def test_statistics_of_parts_with_different_columns() -> None:
     scribe.part({"b": b}, 0, statistics={"b": {"sum": 3.0, "max": 4.0, "median": np.nan}})
     segment = write(scribe)
     (layout,) = segment.layouts.values()
-    spans = statistics_spans(layout)
+    spans = statistics_ranges(layout)
     assert spans is not None
     data = b"".join(segment.chunks)
-    raw, crc = (data[slice(*span.within(segment.entries[0].offset))] for span in spans)
+    raw, crc = (data[slice(*span.shifted(segment.entries[0].offset))] for span in spans)
     matrix = read_statistics(layout, raw, crc, HERE, of_block(segment))
     rows = {n: statistics_row(layout, e, matrix) for n, e in entries_by_name(layout).items()}
     assert rows["skipped"] is None
@@ -198,7 +198,7 @@ def test_statistics_of_parts_with_different_columns() -> None:
     assert (rows["c"][0], rows["c"][1].tolist()) == (("sum", "max"), [5.0, 6.0])
     assert rows["b"][0] == ("sum", "max", "median")
     assert np.isnan(rows["b"][1][2])
-    assert tensor_spans(layout, entries_by_name(layout)["a"]) is None
+    assert tensor_ranges(layout, entries_by_name(layout)["a"]) is None
     header = parse_header(data)
     assert json.loads(header.metadata["rows"]) == {layout.digest(): ["a", "c", "b"]}
 
@@ -259,11 +259,11 @@ def test_a_tensor_that_lies_about_its_size_spoils_no_other(tmp_path: Path) -> No
         assert file.get_tensor("train/0/odd").tobytes() == np.ones(3, "f4").tobytes()
 
 
-def spans_of(segment: Segment, name: str) -> Spans:
+def spans_of(segment: Segment, name: str) -> DataRanges:
     layout = segment.layouts[segment.entries[0].layout]
-    found = tensor_spans(layout, entries_by_name(layout)[name])
+    found = tensor_ranges(layout, entries_by_name(layout)[name])
     assert found is not None
-    return Spans(*(span.within(segment.entries[0].offset) for span in found))
+    return DataRanges(*(span.shifted(segment.entries[0].offset) for span in found))
 
 
 def test_a_flipped_bit_is_found_and_named() -> None:
@@ -292,9 +292,9 @@ def test_spoiled_statistics_are_found() -> None:
     scribe.part({"a": np.ones(2)}, 0, statistics={"a": {"sum": 2.0}})
     segment = write(scribe)
     (layout,) = segment.layouts.values()
-    spans = statistics_spans(layout)
+    spans = statistics_ranges(layout)
     assert spans is not None
     data = b"".join(segment.chunks)
-    raw, crc = (data[slice(*span.within(segment.entries[0].offset))] for span in spans)
+    raw, crc = (data[slice(*span.shifted(segment.entries[0].offset))] for span in spans)
     with pytest.raises(CorruptObject, match="statistics"):
         read_statistics(layout, bytes([raw[0] ^ 1]) + raw[1:], crc, HERE, of_block(segment))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from smdist import processes
-from smdist.processes import alive, start_ticks, stopped, watching
+from smdist.processes import is_alive, is_stopped, start_ticks, watch_exit
 
 
 def start_sleeper() -> subprocess.Popen[bytes]:
@@ -29,19 +29,19 @@ def end(process: subprocess.Popen[bytes]) -> None:
 def test_this_process_is_alive() -> None:
     ticks = start_ticks(os.getpid())
     assert ticks > 0
-    assert alive(os.getpid())
-    assert alive(os.getpid(), ticks)
-    assert not alive(os.getpid(), ticks + 1), "another process of the same number"
+    assert is_alive(os.getpid())
+    assert is_alive(os.getpid(), ticks)
+    assert not is_alive(os.getpid(), ticks + 1), "another process of the same number"
 
 
 def test_one_that_ended_is_not_even_before_its_parent_noticed() -> None:
     process = start_sleeper()
-    assert alive(process.pid, start_ticks(process.pid))
+    assert is_alive(process.pid, start_ticks(process.pid))
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert not alive(process.pid)
+    assert not is_alive(process.pid)
     end(process)
-    assert not alive(process.pid)
+    assert not is_alive(process.pid)
     assert start_ticks(process.pid) == 0
 
 
@@ -52,7 +52,7 @@ def test_a_death_is_told(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     process = start_sleeper()
 
     async def watch() -> None:
-        async with watching(process.pid, start_ticks(process.pid), poll_s=0.01) as gone:
+        async with watch_exit(process.pid, start_ticks(process.pid), poll_s=0.01) as gone:
             assert not gone.is_set()
             process.kill()
             await asyncio.wait_for(gone.wait(), 60)
@@ -77,7 +77,7 @@ def test_leaving_before_the_death_leaves_nothing(by: str, monkeypatch: pytest.Mo
     before = pidfds()
 
     async def watch() -> None:
-        async with watching(os.getpid(), 0, poll_s=0.01) as gone:
+        async with watch_exit(os.getpid(), 0, poll_s=0.01) as gone:
             await asyncio.sleep(0)
             assert not gone.is_set()
             assert len(pidfds()) == len(before) + (by == "pidfd")
@@ -92,7 +92,7 @@ def test_a_death_before_the_watch_is_told_at_once() -> None:
     end(process)
 
     async def watch(pid: int, ticks: int) -> bool:
-        async with watching(pid, ticks) as gone:
+        async with watch_exit(pid, ticks) as gone:
             return gone.is_set()
 
     assert asyncio.run(watch(process.pid, ticks))
@@ -102,15 +102,15 @@ def test_a_death_before_the_watch_is_told_at_once() -> None:
 def test_a_stopped_process_is_told_from_one_that_waits() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         try:
-            assert not stopped(process.pid)
+            assert not is_stopped(process.pid)
             process.send_signal(signal.SIGSTOP)
             deadline = time.monotonic() + 60
-            while not stopped(process.pid):
+            while not is_stopped(process.pid):
                 assert time.monotonic() < deadline
-            assert alive(process.pid)
+            assert is_alive(process.pid)
             process.send_signal(signal.SIGCONT)
-            while stopped(process.pid):
+            while is_stopped(process.pid):
                 assert time.monotonic() < deadline
         finally:
             process.kill()
-    assert not stopped(process.pid)
+    assert not is_stopped(process.pid)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from smdist.errors import ConfigurationError, NoRank
-from smdist.limits import MOST_RANKS
+from smdist.limits import MAX_RANKS
 from smdist.workers.join.rank import Identity, resolve_rank
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -259,6 +259,6 @@ def test_a_task_that_trains_nothing(kind: str) -> None:
 
 
 def test_a_world_that_nobody_could_read_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=f"up to {MOST_RANKS} ranks"):
-        resolve_rank(0, MOST_RANKS + 1, {}, {})
-    assert resolve_rank(0, MOST_RANKS, {}, {}).world_size == MOST_RANKS
+    with pytest.raises(ConfigurationError, match=f"up to {MAX_RANKS} ranks"):
+        resolve_rank(0, MAX_RANKS + 1, {}, {})
+    assert resolve_rank(0, MAX_RANKS, {}, {}).world_size == MAX_RANKS

@@ -21,7 +21,7 @@ from smdist.coordination.view.membership import (
 )
 from smdist.coordination.view.run_view import Fact, StepKey, View, add, fold, merge
 from smdist.errors import CorruptObject
-from smdist.format.intervals import Members, spans_of
+from smdist.format.intervals import Members, to_intervals
 from smdist.format.manifest import Dropped, RankManifest, StepEntry, segment_key
 from smdist.identity import ModeKeys
 from smdist.storage import MemoryStore
@@ -167,8 +167,8 @@ def by_definition(view: View, attempt: int, key: StepKey, expected: Iterable[int
         key,
         attempt,
         step,
-        Members(spans_of(ranks)),
-        Members(spans_of(r for r in expected if r not in whole and (due or r in lost))),
+        Members(to_intervals(ranks)),
+        Members(to_intervals(r for r in expected if r not in whole and (due or r in lost))),
         frozenset(layouts),
         differ if len(numbers) > 1 else None,
         tuple(dropped),

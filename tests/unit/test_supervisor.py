@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from smdist.format.journal_records import End
-from smdist.processes import alive
+from smdist.processes import is_alive
 from smdist.workers.upload.process import Supervisor
 from tests.integration.rig import REPOSITORY, Job, Rank, make_spool, read_store, until
 
@@ -251,7 +251,7 @@ def test_the_uploader_loads_only_what_it_needs(job: Job, rank: Rank) -> None:
     ]
     finish(rank)
     assert supervisor.join(60)
-    assert not alive(rank.ack_page.uploader_pid)
+    assert not is_alive(rank.ack_page.uploader_pid)
     rank.close()
 
 

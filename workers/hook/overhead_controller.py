@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from smdist.format.manifest import Session, Thinned, Thinning, thinned_key
+from smdist.format.manifest import SamplingChange, SamplingChanges, Session, sampling_changes_key
 from smdist.format.stored_json import encode
 from smdist.identity import StepRef, worker_name
 from smdist.planning import StepPlan
@@ -27,7 +27,7 @@ class Thrift:
         self._budget = Budget(share, len(os.sched_getaffinity(0)))
         self._setting = (self._budget.stride, self._budget.reduced)
         self._uploaders: dict[int, tuple[float, float]] = {}  # pid -> when first seen, by now
-        self._changes: list[Thinning] = []
+        self._changes: list[SamplingChange] = []
         self._told = 0  # how many of them are on record
 
     def choose(self, plan: StepPlan, ref: StepRef, period: int, uploader: int) -> StepPlan | None:
@@ -42,7 +42,7 @@ class Thrift:
         if setting != self._setting:
             self._setting = setting
             self._changes.append(
-                Thinning(
+                SamplingChange(
                     ref.mode.name,
                     ref.mode_step,
                     ref.step,
@@ -60,8 +60,8 @@ class Thrift:
         if self._told < len(self._changes) and session is not None:
             self._told = len(self._changes)
             worker = worker_name(session.rank)
-            thinned = Thinned(worker, session.attempt, self._share, tuple(self._changes))
-            key = thinned_key(worker, session.attempt)
+            thinned = SamplingChanges(worker, session.attempt, self._share, tuple(self._changes))
+            key = sampling_changes_key(worker, session.attempt)
             sink.describe(key, encode(thinned, key))
 
     def _uploader_s(self, pid: int) -> float:

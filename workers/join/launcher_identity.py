@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from smdist.errors import ConfigurationError
-from smdist.processes import alive, start_ticks
+from smdist.processes import is_alive, start_ticks
 
 __all__ = [
     "REQUEUE",
@@ -138,4 +138,4 @@ def process_started(pid: int) -> float:
 def is_running(pid: int, seen: float) -> bool:
     """Whether the process that had this number on this machine at the time `seen` still runs."""
     # A second of tolerance: the clock may have been set since.
-    return alive(pid) and process_started(pid) <= seen + 1.0
+    return is_alive(pid) and process_started(pid) <= seen + 1.0

@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 from smdist.errors import ConfigurationError
-from smdist.limits import MOST_RANKS
+from smdist.limits import MAX_RANKS
 from smdist.workers.join.tf_config import tf_task
 
 __all__ = ["Identity", "Source", "resolve_rank"]
@@ -273,8 +273,8 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 def _check(rank: int, world: int, rank_name: str, world_name: str) -> None:
     if world < 1:
         raise ConfigurationError(f"{world_name}: a world has at least one rank")
-    if world > MOST_RANKS:
-        raise ConfigurationError(f"{world_name}: runs of up to {MOST_RANKS} ranks can be read")
+    if world > MAX_RANKS:
+        raise ConfigurationError(f"{world_name}: runs of up to {MAX_RANKS} ranks can be read")
     if not 0 <= rank < world:
         raise ConfigurationError(
             f"{rank_name} is no rank of a world with {world_name}: ranks go from 0 to {world - 1}"

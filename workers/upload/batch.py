@@ -12,7 +12,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from smdist import kernel
-from smdist.format.fold import Block, Fold, Source, fold
+from smdist.format.fold import Block, FoldedRecords, Source, fold
 from smdist.format.journal_records import Drop, Inline, Part, Piece, Record, Trouble
 from smdist.format.manifest import Dropped, Session, segment_key
 from smdist.format.segment import Segment, compose
@@ -73,7 +73,7 @@ class Arenas:
 
 class Batch(NamedTuple):
     seq: int
-    news: Fold
+    news: FoldedRecords
     segment: Segment
 
 
@@ -103,7 +103,7 @@ def prepare(
         news = intact
 
 
-def _intact(news: Fold, arenas: Arenas) -> Fold:
+def _intact(news: FoldedRecords, arenas: Arenas) -> FoldedRecords:
     """Without the parts that were overwritten, which are dropped; `news` itself if there are none."""
     blocks, dropped, troubles = [], list(news.dropped), list(news.troubles)
     for block in news.blocks:
@@ -147,7 +147,7 @@ def captured_bytes(spool: Spool, first: int, upto: int = sys.maxsize) -> int:
 
 def nothing(upto: int, seq: int) -> Batch:
     """A batch for a manifest that only says how the rank ended."""
-    news = Fold(upto, upto, (), (), (), (), None, False, 0)
+    news = FoldedRecords(upto, upto, (), (), (), (), None, False, 0)
     return Batch(seq, news, Segment("", (), 0, (), {}))
 
 

@@ -24,18 +24,18 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import msgspec
 
 from smdist.errors import CorruptObject, ObjectExists, ObjectNotFound, StoreError, StoreForbidden
-from smdist.format.inline_segment import attach, attachable
+from smdist.format.inline_segment import can_embed, embed_segment
 from smdist.format.manifest import (
     RankManifest,
     RankState,
+    SamplingChanges,
     Session,
-    Thinned,
     layout_key,
     manifest_key,
+    sampling_changes_key,
     segment_key,
-    thinned_key,
 )
-from smdist.format.segment import with_open
+from smdist.format.segment import mark_continued
 from smdist.format.stored_json import decode, encode, read
 from smdist.identity import worker_name
 from smdist.storage.store import Buffer, Store
@@ -199,7 +199,7 @@ class Committer:
         """Put `batch` in the background and call `done`; `ending` makes its manifest the last."""
         assert batch.seq == self.seq
         self.seq += 1
-        batch = batch._replace(segment=with_open(batch.segment, self._begun))
+        batch = batch._replace(segment=mark_continued(batch.segment, self._begun))
         self.bytes_in_flight += batch.news.nbytes
         self._own.add(batch.segment.key)
         layouts = {k: v for k, v in batch.segment.layouts.items() if k not in self._layouts}
@@ -241,7 +241,7 @@ class Committer:
         losses = self.losses
         for key, data in layouts.items():
             await self._put(key, (data,))
-        apart = not attachable(batch.segment, self._attach_bytes)
+        apart = not can_embed(batch.segment, self._attach_bytes)
         if batch.segment.chunks and apart:
             await self._put(batch.segment.key, batch.segment.chunks)
         if before is not None:
@@ -255,7 +255,7 @@ class Committer:
         if ending is not None:  # what is found missing now can still be told in the run
             await self._patience.insist("reading the store", self._see_to_the_run)
         manifest = self._manifest(batch, ending or Ending("active", ""))
-        manifest = manifest if apart else attach(manifest, batch.segment)
+        manifest = manifest if apart else embed_segment(manifest, batch.segment)
         await self._put_manifest(manifest)
         unseen_s = time.monotonic() - self._seen_at
         if self._patience.failures != self._failures or unseen_s >= _LOOK_S:
@@ -284,11 +284,11 @@ class Committer:
 
     def _described(self, key: str, data: bytes) -> tuple[str, bytes]:
         """The hook writes before it can know its attempt."""
-        if key != thinned_key(self._worker, UNKNOWN_ATTEMPT):
+        if key != sampling_changes_key(self._worker, UNKNOWN_ATTEMPT):
             return key, data
         attempt = self._session.attempt
-        thinned = decode(data, Thinned, key)
-        key = thinned_key(self._worker, attempt)
+        thinned = decode(data, SamplingChanges, key)
+        key = sampling_changes_key(self._worker, attempt)
         return key, encode(msgspec.structs.replace(thinned, attempt=attempt), key)
 
     async def _see_to_the_run(self) -> None:

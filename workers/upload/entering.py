@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from smdist.errors import ConfigurationError, ObjectNotFound
 from smdist.format.manifest import RUN_KEY
-from smdist.processes import alive
+from smdist.processes import is_alive
 from smdist.storage.store import Store
 from smdist.workers.join.enrol import enter
 from smdist.workers.spool.ack_page import AckPage
@@ -86,4 +86,4 @@ def _has_live_uploader(spool: Spool) -> bool:
     finally:
         ack_page.close()
     trainer = spool.info.trainer_pid, spool.info.trainer_start
-    return bool(uploader and alive(uploader)) or alive(*trainer)
+    return bool(uploader and is_alive(uploader)) or is_alive(*trainer)

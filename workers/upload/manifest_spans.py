@@ -13,7 +13,7 @@ import re
 
 from smdist.errors import StoreForbidden
 from smdist.format.manifest import RankManifest, RankSpan, span_key
-from smdist.format.manifest_spans import LENGTHS
+from smdist.format.manifest_spans import SPAN_LENGTHS
 from smdist.format.stored_json import encode
 from smdist.storage.store import Store
 from smdist.workers.upload.summaries import Summary
@@ -38,7 +38,7 @@ class Rolling:
         count = manifest.seq + 1
         # A summary is about to follow the last one, and says it all.
         last = manifest.state != "active" and not self._summary.too_long
-        if count % LENGTHS[-1] or last:
+        if count % SPAN_LENGTHS[-1] or last:
             return
         self._due = count
         if self._task is None or self._task.done():
@@ -62,7 +62,7 @@ async def take_back(store: Store, worker: str, attempt: int, count: int) -> None
 
     They say nothing then, but stay: credentials may allow to write and not to remove.
     """
-    after = span_key(worker, attempt, max(count - LENGTHS[0], 0), 0)
+    after = span_key(worker, attempt, max(count - SPAN_LENGTHS[0], 0), 0)
     with contextlib.suppress(StoreForbidden):  # who may not list has to trust
         for key in await store.list(f"spans/{worker}/{attempt:06d}-", after=after):
             match = _UPTO.fullmatch(key)

@@ -22,7 +22,7 @@ from smdist.errors import SpoolUnavailable
 from smdist.format.journal_records import End
 from smdist.format.manifest import RankState
 from smdist.identity import worker_name
-from smdist.processes import alive
+from smdist.processes import is_alive
 from smdist.workers.join.launcher_identity import machine
 from smdist.workers.spool.ack_page import AckPage
 from smdist.workers.spool.journal import JournalReader
@@ -129,7 +129,7 @@ def _check_trainer(spool: Spool) -> None:
             f"{spool.path} was filled by process {info.trainer_pid} on {host}, and this is {here}: "
             "run `smdist recover` there, or pass --force if that process is surely gone"
         )
-    if alive(info.trainer_pid, info.trainer_start) and not _is_closed(spool):
+    if is_alive(info.trainer_pid, info.trainer_start) and not _is_closed(spool):
         raise TrainerAlive(
             f"{spool.path} is still being filled by process {info.trainer_pid}; its own uploader sends "
             "it. Should that have given up: run this again once the hook is closed"

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import msgspec
 
 from smdist.errors import CorruptObject, ObjectNotFound
-from smdist.format.inline_segment import settle
+from smdist.format.inline_segment import extract_segment
 from smdist.format.manifest import RankManifest, Session, manifest_key, span_key, summary_key
-from smdist.format.manifest_spans import LENGTHS, Span, cover, due
+from smdist.format.manifest_spans import SPAN_LENGTHS, ManifestSpan, covering_spans, spans_ending_at
 from smdist.format.stored_json import encode, encode_parts, read
 from smdist.identity import worker_name
 from smdist.storage.store import Buffer, Store
@@ -77,7 +77,7 @@ class Summary:
         return self._long
 
     def note(self, manifest: RankManifest) -> None:
-        if manifest.seq % LENGTHS[-1] == 0 and sum(self._carrying.values()) > _MOST_ATTACHED:
+        if manifest.seq % SPAN_LENGTHS[-1] == 0 and sum(self._carrying.values()) > _MOST_ATTACHED:
             self._settle(list(self._carrying))
         self._attached += len(manifest.attached)
         if manifest.attached:
@@ -102,7 +102,7 @@ class Summary:
         It tells nothing of earlier uploaders' manifests: those may be replaced by late ones of their
         own, and whoever reads finds spans of them that are shorter.
         """
-        for span in due(count):
+        for span in spans_ending_at(count):
             seqs = range(*span)
             if not all(seq in self._told for seq in seqs):
                 continue
@@ -121,10 +121,10 @@ class Summary:
         if count * _LEAST_MANIFEST > _MOST_BYTES:  # a resumed session says so, whoever wrote it
             return
         told: dict[int, Buffer] = dict(self._told)
-        spans = [] if self._long else cover(seq for seq in range(count) if seq not in told)
+        spans = [] if self._long else covering_spans(seq for seq in range(count) if seq not in told)
         while spans and sum(map(len, told.values())) <= _MOST_BYTES:
             missing = await self._read_back(store, spans, told)
-            spans = [part for span in missing for part in span.parts()]
+            spans = [part for span in missing for part in span.children()]
         if self._long or sum(map(len, told.values())) > _MOST_BYTES:
             return
         carrying = {seq: nbytes for seq in told if (nbytes := _attached(told[seq]))}
@@ -137,12 +137,12 @@ class Summary:
         await store.put(key, encode_parts((head, *parts, b"]"), key))
 
     async def _read_back(
-        self, store: Store, spans: Sequence[Span], told: dict[int, Buffer]
-    ) -> list[Span]:
+        self, store: Store, spans: Sequence[ManifestSpan], told: dict[int, Buffer]
+    ) -> list[ManifestSpan]:
         """Those that are missing."""
         gate, few = asyncio.Semaphore(_AT_ONCE), asyncio.Semaphore(_SPANS_AT_ONCE)
 
-        async def fetch(span: Span) -> None:
+        async def fetch(span: ManifestSpan) -> None:
             async with few if span.length > 1 else gate:
                 told.update(await self._read(store, span))
 
@@ -154,7 +154,7 @@ class Summary:
                 task.cancel()
         return [span for span in spans if span.first not in told]
 
-    async def _read(self, store: Store, span: Span) -> dict[int, Buffer]:
+    async def _read(self, store: Store, span: ManifestSpan) -> dict[int, Buffer]:
         """By seq, as JSON. Of a span that is missing or strange nothing."""
         attempt = self._session.attempt
         if span.length == 1:
@@ -200,7 +200,7 @@ class Summary:
     def _bare(self, seq: int, data: Buffer) -> bytes:
         manifest = msgspec.json.decode(data, type=RankManifest)
         key = manifest_key(self._worker, manifest.attempt, seq)
-        return msgspec.json.encode(settle(key, manifest).manifest)
+        return msgspec.json.encode(extract_segment(key, manifest).manifest)
 
 
 def _attached(data: Buffer) -> int:

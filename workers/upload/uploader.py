@@ -32,7 +32,7 @@ from smdist.format.journal_records import End, Piece
 from smdist.format.manifest import RankManifest, heartbeat_key
 from smdist.format.stored_json import encode
 from smdist.identity import printable, worker_name
-from smdist.processes import alive, stopped, watching
+from smdist.processes import is_alive, is_stopped, watch_exit
 from smdist.storage import open_store
 from smdist.storage.store import Store
 from smdist.workers.spool.ack_page import AckPage
@@ -164,7 +164,7 @@ class Uploader:
         if trainer_gone:
             self._gone.set()
         else:
-            watch = watching(self._info.trainer_pid, self._info.trainer_start)
+            watch = watch_exit(self._info.trainer_pid, self._info.trainer_start)
             self._gone = await stack.enter_async_context(watch)
         self._in_background(stack, self._mourn())
         store = await self._patience.insist("opening the store", self._open_store)
@@ -439,7 +439,7 @@ class Uploader:
 
     async def _let_go(self) -> None:
         """Nothing is left but to merge, which nobody waits for."""
-        async with watching(self._info.trainer_pid, self._info.trainer_start) as gone:
+        async with watch_exit(self._info.trainer_pid, self._info.trainer_start) as gone:
             await gone.wait()
             self._detach("")
 
@@ -451,7 +451,7 @@ class Uploader:
             spoken_at = self._committer.last_commit_at if self._committer else float("-inf")
             wait_s = spoken_at + interval_s - time.monotonic()
             if wait_s <= 0:
-                if not stopped(self._info.trainer_pid):
+                if not is_stopped(self._info.trainer_pid):
                     await self._put_heartbeat(store, key)
                 wait_s = interval_s
             with contextlib.suppress(asyncio.TimeoutError):
@@ -506,11 +506,11 @@ def _work(spool: Spool) -> int:
         except GaveUp as error:
             _say(worker, _left_behind(spool, str(error)))
             # Told to stop beside a living rank: its supervisor may start another one.
-            again = uploader.hurries > 1 and alive(info.trainer_pid, info.trainer_start)
+            again = uploader.hurries > 1 and is_alive(info.trainer_pid, info.trainer_start)
             return 1 if again else LEFT_BEHIND
         except Refused as error:
             _leave_word(spool, str(error))
-            if not alive(info.trainer_pid, info.trainer_start):  # else its hook tells it
+            if not is_alive(info.trainer_pid, info.trainer_start):  # else its hook tells it
                 _say(worker, _left_behind(spool, str(error)))
             return REFUSED
     return 0

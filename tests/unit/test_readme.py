@@ -113,7 +113,7 @@ def test_what_json_spells_in_another_way_is_told() -> None:
     hook = importlib.import_module("smdist.pytorch").Hook
     python, in_json = set(inspect.signature(hook).parameters), set(keys_in(Place.HOOK))
     guide = (REPOSITORY / "docs" / "guide.md").read_text()
-    told = guide.partition("with these exceptions: ")[2].partition("\n`train.")[0]
+    told = guide.partition("with these exceptions:")[2].partition("\n`train.")[0]
     plain = {key for key in in_json if "." not in key}
     assert {name for name in python ^ plain if f"`{name}`" not in told} == set()
     assert {name for name in python & plain if f"`{name}`" in told} == set()

@@ -64,7 +64,7 @@ def train(model: nn.Module, steps: int) -> None:
 
 
 def trouble(hook: smd.Hook) -> str:
-    capture = hook._outlet.capture
+    capture = hook._session.capture
     assert capture is not None
     return capture._ack_page.last_error
 
@@ -175,9 +175,9 @@ def recover_of_dead(path: Path) -> None:
 
 UNATTENDED = """
 import os
-import smdist.workers.hook.capture_session as outlet
-supervisor = outlet.Supervisor
-outlet.Supervisor = lambda spool, **more: supervisor(
+import smdist.workers.hook.capture_session as session
+supervisor = session.Supervisor
+session.Supervisor = lambda spool, **more: supervisor(
     spool, python="/bin/false", most_rapid_deaths=1, **more
 )
 train(order, close=False)
@@ -228,10 +228,10 @@ def test_an_earlier_start_whose_uploader_is_late_comes_first(
     out_dir, root, go = tmp_path / "out", tmp_path / "spools", tmp_path / "go"
     script = """
 from pathlib import Path
-import smdist.workers.hook.capture_session as outlet
-supervisor = outlet.Supervisor
+import smdist.workers.hook.capture_session as session
+supervisor = session.Supervisor
 made = []
-outlet.Supervisor = lambda spool, **more: made.append(supervisor(spool, **more)) or Idle()
+session.Supervisor = lambda spool, **more: made.append(supervisor(spool, **more)) or Idle()
 class Idle:
     running, refused, pid, start = True, "", 0, lambda self: None
 train(order, close=False)

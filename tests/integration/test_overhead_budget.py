@@ -12,7 +12,7 @@ import smdist.pytorch as smd
 from smdist import create_trial
 from smdist.errors import ConfigurationError
 from smdist.exceptions import TensorUnavailableForStep
-from smdist.workers.hook import overhead_controller as thrift
+from smdist.workers.hook import overhead_controller as overhead
 from smdist.workers.hook.overhead_budget import Budget, Spent
 
 pytestmark = pytest.mark.torch
@@ -56,7 +56,7 @@ def train(out_dir: Path, steps: int, **more: object) -> None:
 def test_what_does_not_fit_is_left_out_and_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(thrift, "Budget", Dear)
+    monkeypatch.setattr(overhead, "Budget", Dear)
     train(tmp_path / "run", 400, overhead_budget=0.5)
     with create_trial(tmp_path / "run") as trial:
         (told,) = trial.thinned()
@@ -76,7 +76,7 @@ def test_what_does_not_fit_is_left_out_and_told(
 def test_what_is_far_too_dear_becomes_statistics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(thrift, "Budget", FarTooDear)
+    monkeypatch.setattr(overhead, "Budget", FarTooDear)
     train(tmp_path / "run", 600, overhead_budget=0.5)
     with create_trial(tmp_path / "run") as trial:
         (told,) = trial.thinned()
@@ -96,7 +96,7 @@ def test_what_is_far_too_dear_becomes_statistics(
 
 
 def test_what_fits_is_all_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thrift, "Budget", Cheap)
+    monkeypatch.setattr(overhead, "Budget", Cheap)
     train(tmp_path / "run", 100, overhead_budget=0.5)
     with create_trial(tmp_path / "run") as trial:
         assert trial.steps()[0] == 0

@@ -28,7 +28,7 @@ from smdist.errors import (
     RunExists,
     StoreError,
 )
-from smdist.workers.hook import capture_session as outlet
+from smdist.workers.hook import capture_session as session
 from smdist.workers.torch_adapter import parameters as torch_parameters
 from smdist.workers.upload.process import Supervisor
 from tests.integration.torch_jobs import ALL, Net, beside_waiting, hooked, read, train
@@ -98,7 +98,7 @@ def test_a_dry_run_plans_and_writes_nothing(tmp_path: Path) -> None:
         hook.register_module(net)
         train(net, 2)
         hook.save_scalar("x", 1)
-        sink: Any = hook._outlet.open()
+        sink: Any = hook._session.open()
         assert sink.tensors > 20
         assert hook.usage() is None
     assert not (tmp_path / "run").exists()
@@ -493,7 +493,7 @@ def test_close_does_not_wait_for_an_uploader_that_cannot_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     useless = partial(Supervisor, python="/bin/false", most_rapid_deaths=2)
-    monkeypatch.setattr(outlet, "Supervisor", useless)
+    monkeypatch.setattr(session, "Supervisor", useless)
     net = Net()
     hook = smd.Hook(tmp_path / "run", spool_dir=tmp_path / "spool", include_collections=["weights"])
     hook.register_module(net)

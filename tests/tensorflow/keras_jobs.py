@@ -102,7 +102,7 @@ def is_ours(function: Any) -> bool:
 
 
 def parts_of(hook: smd.KerasHook) -> list[weakref.ref[Any]]:
-    return [weakref.ref(part) for part in (hook, hook._recording, hook._recorder, hook._mishaps)]
+    return [weakref.ref(part) for part in (hook, hook._recording, hook._recorder, hook._errors)]
 
 
 def wait_until_gone(parts: list[weakref.ref[Any]]) -> None:

@@ -26,7 +26,7 @@ from smdist.format.manifest import RankManifest, StepEntry
 from smdist.format.stored_json import decode, encode
 from smdist.identity import printable
 from smdist.limits import MAX_NUMBER, MAX_RANKS, Digest, MergedKey, Rank, SegmentKey
-from smdist.workers.hook.error_policy import Mishaps
+from smdist.workers.hook.error_policy import ErrorPolicy
 from smdist.workers.spool.logs import logger
 
 numbers = st.sets(st.integers(0, 40))
@@ -157,12 +157,12 @@ def test_a_log_shows_names_and_errors_without_control_characters() -> None:
     handler = logging.StreamHandler(stream)
     found.addHandler(handler)
     try:
-        mishaps = Mishaps("warn", found)
-        mishaps.trouble("tensor \x1b[2J\nfake line")
+        errors = ErrorPolicy("warn", found)
+        errors.warn_once("tensor \x1b[2J\nfake line")
         try:
             raise RuntimeError("\x1b]0;title\x07")
         except RuntimeError as error:
-            mishaps.handle(error, "step 3")
+            errors.on_exception(error, "step 3")
         found.warning("plain\nlines")
     finally:
         found.removeHandler(handler)

@@ -18,7 +18,7 @@ from smdist.config.save_config_mode import SaveConfigMode
 from smdist.config.schedule import SAVE_KEYS, Schedule
 from smdist.errors import ConfigurationError, NoConfigurationFile, UnknownKey
 from smdist.identity import ModeKeys
-from smdist.workers.hook.process_settings import Whereabouts
+from smdist.workers.hook.process_settings import ProcessSettings
 
 TRAIN, EVAL, PREDICT, GLOBAL = ModeKeys.TRAIN, ModeKeys.EVAL, ModeKeys.PREDICT, ModeKeys.GLOBAL
 TEN = Framework("ten", collections={"metrics": ("m",)}, always=("metrics",), save_interval=10)
@@ -159,7 +159,7 @@ def test_a_relative_place_in_a_directory_that_is_gone(
     with pytest.raises(ConfigurationError, match=f"out_dir='run': it is {why}; give an absolute"):
         HookConfig.from_arguments(PYTORCH, out_dir="run")
     with pytest.raises(ConfigurationError, match=rf"spool_dir='spools' .*{why}\); give a dir"):
-        Whereabouts.read(spool_dir="spools")
+        ProcessSettings.read(spool_dir="spools")
     assert HookConfig.from_arguments(PYTORCH, out_dir=tmp_path).out_dir == str(tmp_path)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from smdist.errors import ConfigurationError
 from smdist.identity import ModeKeys, StepRef
-from smdist.workers.hook.step_clock import AT_ONCE, StepClock
+from smdist.workers.hook.step_clock import NEXT_STEP, StepClock
 
 T, E, P, G = ModeKeys.TRAIN, ModeKeys.EVAL, ModeKeys.PREDICT, ModeKeys.GLOBAL
 
@@ -46,7 +46,7 @@ def test_only_steps_from_the_due_one_on_are_told() -> None:
     clock = StepClock()
     clock.due = 3
     assert [clock.forward() for _ in range(5)] == [False, False, False, True, True]
-    clock.due = AT_ONCE
+    clock.due = NEXT_STEP
     assert clock.forward()
 
 
@@ -167,8 +167,8 @@ def test_counting_down_is_the_same_as_asking_every_time(plan: list[tuple[str, ob
         for what, value in plan:
             if what == "forward":
                 for _ in range(int(str(value))):
-                    if how == "counted" and clock.quiet > 0:
-                        clock.quiet -= 1
+                    if how == "counted" and clock.idle_forwards_left > 0:
+                        clock.idle_forwards_left -= 1
                         seen.append(False)
                     else:
                         seen.append(clock.forward())

@@ -16,13 +16,13 @@ from smdist.identity import ModeKeys, worker_name
 from smdist.planning import Planner
 from smdist.workers.capture.capture import Usage
 from smdist.workers.hook import lifecycle
-from smdist.workers.hook.capture_session import Outlet, Sink
-from smdist.workers.hook.error_policy import Mishaps
-from smdist.workers.hook.overhead_controller import Thrift
-from smdist.workers.hook.process_settings import Whereabouts
+from smdist.workers.hook.capture_session import CaptureSession, Sink
+from smdist.workers.hook.error_policy import ErrorPolicy
+from smdist.workers.hook.overhead_controller import OverheadController
+from smdist.workers.hook.process_settings import ProcessSettings
 from smdist.workers.hook.recorder import Recorder
 from smdist.workers.hook.step_clock import StepClock
-from smdist.workers.hook.user_values import ScriptValues, TensorAdapter
+from smdist.workers.hook.user_values import TensorAdapter, UserValues
 from smdist.workers.spool.logs import logger
 
 __all__ = ["HookParts"]
@@ -57,7 +57,7 @@ class HookParts(Generic[T]):
         config: HookConfig,
         reading: TensorAdapter[T],
         collection_type: type[Collection],
-        where: Whereabouts,
+        where: ProcessSettings,
         silent: bool,
     ) -> None:
         self._config = config
@@ -69,22 +69,24 @@ class HookParts(Generic[T]):
         self._manager = config.build_manager(collection_type)
         self._planner = Planner(config, self._manager)
         self._clock = StepClock()
-        self._mishaps = Mishaps(config.on_error, self._log)
-        self._outlet: Outlet[T] = Outlet(
-            config, where, reading.access, self._log, self._mishaps.trouble
+        self._errors = ErrorPolicy(config.on_error, self._log)
+        self._session: CaptureSession[T] = CaptureSession(
+            config, where, reading.access, self._log, self._errors.warn_once
         )
         self._recorder: Recorder[T] = Recorder(reading.describe)
-        self._thrift: Thrift | None = None
+        self._overhead: OverheadController | None = None
         if config.overhead_budget is not None:
             self._recorder.metered = True
-            self._thrift = Thrift(config.overhead_budget, lambda: self._recorder.spent_s)
-        self._values = ScriptValues(
+            self._overhead = OverheadController(
+                config.overhead_budget, lambda: self._recorder.spent_s
+            )
+        self._values = UserValues(
             reading,
             self._clock,
             self._planner,
             self._recorder,
             self._sink,
-            self._mishaps.trouble,
+            self._errors.warn_once,
         )
 
     def _sink(self) -> Sink[T] | None:
@@ -182,7 +184,7 @@ class HookParts(Generic[T]):
     @property
     def worker(self) -> str:
         """Which worker this process is; may change until something is saved."""
-        return worker_name(self._outlet.identity.rank)
+        return worker_name(self._session.identity.rank)
 
     @property
     def mode(self) -> ModeKeys:
@@ -211,9 +213,9 @@ class HookParts(Generic[T]):
     @property
     def errors(self) -> int:
         """How many errors of smdist's own this job was not bothered with."""
-        return self._mishaps.count
+        return self._errors.count
 
     def usage(self) -> Usage | None:
         """Bytes and steps captured, stored and dropped; None while nothing was saved."""
-        capture = self._outlet.capture
+        capture = self._session.capture
         return None if capture is None else capture.usage()

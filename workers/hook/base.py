@@ -1,6 +1,6 @@
 """What hooks of all frameworks have in common: the public face, and the course of a step.
 
-A hook decides nothing and writes nothing. When a step begins the framework's part calls `_attend`,
+A hook decides nothing and writes nothing. When a step begins the framework's part calls `_on_step_start`,
 unless the clock says that nobody needs to know; the planner says what is due; the recorder feeds
 the capture.
 """
@@ -26,8 +26,8 @@ from smdist.planning import NEVER, StepPlan
 from smdist.workers.hook import lifecycle
 from smdist.workers.hook.accessors import HookParts
 from smdist.workers.hook.capture_session import Sink
-from smdist.workers.hook.process_settings import Whereabouts
-from smdist.workers.hook.step_clock import AT_ONCE
+from smdist.workers.hook.process_settings import ProcessSettings
+from smdist.workers.hook.step_clock import NEXT_STEP
 from smdist.workers.hook.user_values import TensorAdapter
 
 __all__ = ["CLOSE_TIMEOUT_S", "BaseHook"]
@@ -49,7 +49,7 @@ class BaseHook(HookParts[T]):
         config: HookConfig,
         reading: TensorAdapter[T],
         collection_type: type[Collection],
-        where: Whereabouts,
+        where: ProcessSettings,
         close_timeout_s: float,
         silent: bool = False,
     ) -> None:
@@ -58,7 +58,7 @@ class BaseHook(HookParts[T]):
         if not self._active:
             return
         try:
-            self._outlet.check()
+            self._session.check()
         except NoRank as error:  # the same script runs in all tasks of a cluster
             self._log.warning("nothing is saved by this process: %s", error)
             self._active = False
@@ -70,27 +70,27 @@ class BaseHook(HookParts[T]):
 
     # -- what a framework adds ----------------------------------------------------------------
 
-    def _step_began(self) -> None:
+    def _on_reported_step(self) -> None:
         """Whatever becomes of it."""
 
-    def _begin_step(self) -> None:
+    def _on_capture_step(self) -> None:
         """The recorder has begun a step: capture and arm what its plan wants."""
 
-    def _under_way(self) -> str:
+    def _incomplete_reason(self) -> str:
         """Why the step that has begun is not whole should nothing more come; empty: it is."""
         return ""
 
-    def _rest(self, next_due: int) -> None:
+    def _on_idle_step(self, next_due: int) -> None:
         """A step began on which nothing is due."""
 
-    def _unfinished(self) -> bool:
+    def _awaits_gradients(self) -> bool:
         """Is a step being recorded of which much is missing yet?"""
         return False
 
-    def _forget(self) -> None:
+    def _on_config_change(self) -> None:
         """The configuration changed."""
 
-    def _ends(self) -> None:
+    def _on_close(self) -> None:
         """The job comes to its end, in good order."""
 
     def _uninstall(self) -> None:
@@ -111,19 +111,19 @@ class BaseHook(HookParts[T]):
         clock = self._clock
         clock.step_on = "manual"
         if not clock.in_step and (clock.step >= 0 or self._values.any_held) and clock.begin():
-            self._attend()
+            self._on_step_start()
         clock.end()
         self._recorder.finish()
         self._settle_due()
 
-    def _attend(self) -> None:
+    def _on_step_start(self) -> None:
         """A step began, and the clock was told to say so."""
         if self._postponed is not None:
             self._end("")
         if not self._active:
             return
         clock, planner = self._clock, self._planner
-        self._step_began()
+        self._on_reported_step()
         try:
             self._tell_what_is_never_due()
             self._tell_what_was_lost()
@@ -131,59 +131,61 @@ class BaseHook(HookParts[T]):
             self._values.release()
             due = planner.next_due(clock.mode, clock.mode_step)
             if due == clock.mode_step:
-                clock.due = AT_ONCE  # the next step has to close this one
+                clock.due = NEXT_STEP  # the next step has to close this one
                 sink = self._sink()
-                plan = None if sink is None else self._thinned(sink)
+                plan = None if sink is None else self._plan_within_budget(sink)
                 if sink is not None and plan is not None:
                     self._recorder.begin(sink, clock.ref, plan)
-                    self._begin_step()
-                    self._recorder.cut = self._under_way()
+                    self._on_capture_step()
+                    self._recorder.incomplete_reason = self._incomplete_reason()
                 elif sink is not None:
                     clock.due = due = planner.next_due(clock.mode, clock.mode_step + 1)
-                    self._rest(due)
+                    self._on_idle_step(due)
             else:
                 clock.due = due
-                self._rest(due)
-            clock.untold = ()
+                self._on_idle_step(due)
+            clock.unreported = ()
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            clock.due = AT_ONCE
-            self._mishaps.handle(error, f"step {clock.step}")
+            clock.due = NEXT_STEP
+            self._errors.on_exception(error, f"step {clock.step}")
         finally:
-            if not self._outlet.probe():
-                self._retire()
+            if not self._session.saves_on_this_rank():
+                self._deactivate()
 
     def _tell_what_was_lost(self) -> None:
         """Steps that began, and of which an exception kept this from being told."""
         clock = self._clock
-        while len(clock.untold) > 1:
-            ref = clock.untold[0]
+        while len(clock.unreported) > 1:
+            ref = clock.unreported[0]
             if ref != self._recorder.ref and self._planner.next_due(*ref[:2]) == ref.mode_step:
                 sink = self._sink()
                 if sink is not None:
                     sink.mark_incomplete(
                         ref, "an exception interrupted it before its capture had begun"
                     )
-            clock.untold = clock.untold[1:]  # each as it is told: this may be interrupted, too
+            clock.unreported = clock.unreported[
+                1:
+            ]  # each as it is told: this may be interrupted, too
 
-    def _thinned(self, sink: Sink[T]) -> StepPlan | None:
+    def _plan_within_budget(self, sink: Sink[T]) -> StepPlan | None:
         """What of the step that is due is captured; None: the budget has no room for it."""
-        clock, thrift = self._clock, self._thrift
+        clock, overhead = self._clock, self._overhead
         plan = self._planner.at(clock.mode, clock.mode_step)
-        if thrift is None:
+        if overhead is None:
             return plan
-        capture = self._outlet.capture
+        capture = self._session.capture
         uploader = 0 if capture is None else capture.uploader_pid
-        kept = thrift.choose(plan, clock.ref, self._planner.period(clock.mode), uploader)
-        thrift.tell(sink, self._outlet.session)
+        kept = overhead.select_plan(plan, clock.ref, self._planner.period(clock.mode), uploader)
+        overhead.record_changes(sink, self._session.record)
         return kept
 
     def _sink(self) -> Sink[T] | None:
         """Where to save; None on a rank that does not."""
-        sink = self._outlet.open()
+        sink = self._session.open()
         if sink is None or self._described:
             return sink
         if not self._introduced:
-            self._mishaps.note_with(sink.record_error)
+            self._errors.attach_journal(sink.record_error)
             self._tell_what_saves_nothing()
             self._introduced = True
         infos = tuple(CollectionInfo(**facts) for facts in self._planner.description())
@@ -209,10 +211,10 @@ class BaseHook(HookParts[T]):
     def _tell_what_is_never_due(self) -> None:
         """Once, when a script has said everything: later on it may be how it ends what it saved."""
         told, self._told_never_due = self._told_never_due, True
-        if told or not self._outlet.probe():
+        if told or not self._session.saves_on_this_rank():
             return
         for schedule, names in self._planner.never_due().items():
-            self._mishaps.trouble(
+            self._errors.warn_once(
                 f"collections {', '.join(names)} are never saved: no multiple of save_interval="
                 f"{schedule.save_interval} is from start_step={schedule.start_step} on and before "
                 f"end_step={schedule.end_step}; give a later end_step, or none"
@@ -221,7 +223,7 @@ class BaseHook(HookParts[T]):
     def _tell_what_matched_nothing(self) -> None:
         for name, patterns in self._planner.unmatched().items():
             for pattern in patterns:
-                self._mishaps.trouble(
+                self._errors.warn_once(
                     f"include_regex {pattern!r} of collection {name!r} matched no tensor: it saved "
                     "nothing; compare it with trial.tensor_names()"
                 )
@@ -229,11 +231,11 @@ class BaseHook(HookParts[T]):
     def _changed(self) -> None:
         self._described = False
         self._recorder.forget()
-        self._forget()
+        self._on_config_change()
         self._settle_due()
 
     def _settle_due(self) -> None:
-        self._clock.due = AT_ONCE if self._active else NEVER
+        self._clock.due = NEXT_STEP if self._active else NEVER
 
     # -- values of the script's own -----------------------------------------------------------
 
@@ -266,16 +268,16 @@ class BaseHook(HookParts[T]):
     ) -> None:
         if not self._saves():
             return
-        if self._outlet.is_reentrant_call:
+        if self._session.is_reentrant_call:
             self._log.warning("%s is not saved: a signal handler interrupted another save", name)
             return
         clock = self._clock
         try:
             if clock.step_on == "manual" and not clock.in_step and clock.begin():
-                self._attend()
+                self._on_step_start()
             self._values.save(name, value, collections, scalar)
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._mishaps.handle(error, f"saving {name}")
+            self._errors.on_exception(error, f"saving {name}")
 
     # -- across processes ---------------------------------------------------------------------
 
@@ -290,7 +292,7 @@ class BaseHook(HookParts[T]):
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything saved so far is stored; False if `timeout` seconds were too few."""
-        capture = self._outlet.capture
+        capture = self._session.capture
         if capture is None:
             return True
         if (
@@ -316,7 +318,7 @@ class BaseHook(HookParts[T]):
 
     def at_exit(self, reason: str) -> None:
         try:
-            if not reason and self._active and self._unfinished():
+            if not reason and self._active and self._awaits_gradients():
                 # sys.exit() in the middle of a step looks like an orderly end from here.
                 reason = f"the process ended within step {self._clock.step}"
             self._end(reason)
@@ -329,44 +331,46 @@ class BaseHook(HookParts[T]):
         self._active = False
         self._clock.due = NEVER
         self._recorder.abandon()
-        self._outlet.abandon()
+        self._session.abandon()
         self._uninstall()
 
     def _end(self, reason: str, timeout: float | None = None) -> None:
-        if not self._active and not self._outlet.is_open:  # open: the end was interrupted
+        if not self._active and not self._session.is_open:  # open: the end was interrupted
             return
-        if self._outlet.is_reentrant_call:
-            self._postponed, self._clock.due = (reason, timeout), AT_ONCE
+        if self._session.is_reentrant_call:
+            self._postponed, self._clock.due = (reason, timeout), NEXT_STEP
             return
         if self._postponed is not None:
             reason, patience = self._postponed
             timeout = patience if timeout is None else timeout
         left = ""
         try:
-            if self._outlet.probe():
+            if self._session.saves_on_this_rank():
                 self._closed_in = os.getpid()
             self._values.release_all()
             if not reason:
                 self._recorder.finish()
                 self._tell_what_matched_nothing()
-                self._ends()
+                self._on_close()
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._mishaps.handle(error, "closing")
+            self._errors.on_exception(error, "closing")
         finally:
-            self._retire()
-            left = self._let_go(reason, self._close_timeout_s if timeout is None else timeout)
+            self._deactivate()
+            left = self._close_session(
+                reason, self._close_timeout_s if timeout is None else timeout
+            )
             lifecycle.leave(self)
         if left:
-            self._mishaps.left(DrainTimeout(left))
+            self._errors.report_not_drained(DrainTimeout(left))
 
     def _saves(self) -> bool:
         """Whether this process still saves anything; a script that closed the hook is told."""
-        saves = self._active and self._outlet.probe()
+        saves = self._active and self._session.saves_on_this_rank()
         if not saves:
-            self._tell_if_closed()
+            self._warn_if_closed()
         return saves
 
-    def _tell_if_closed(self) -> None:
+    def _warn_if_closed(self) -> None:
         """Once: a script goes on with a hook that it has closed. In a fork it is the parent's."""
         if self._closed_in == os.getpid() and not sys.is_finalizing():
             self._closed_in = 0
@@ -376,18 +380,18 @@ class BaseHook(HookParts[T]):
                 self.out_dir,
             )
 
-    def _let_go(self, reason: str, timeout_s: float) -> str:
+    def _close_session(self, reason: str, timeout_s: float) -> str:
         try:
-            return self._outlet.close(reason, timeout_s)
+            return self._session.close(reason, timeout_s)
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._mishaps.handle(error, "closing")
+            self._errors.on_exception(error, "closing")
             return ""
 
-    def _retire(self) -> None:
+    def _deactivate(self) -> None:
         """Nothing will be saved any more: cost nothing from here on."""
         self._active = False
         self._clock.due = NEVER
         self._values.clear()
         self._uninstall()
-        if not self._outlet.is_open:  # else it is about to be closed
+        if not self._session.is_open:  # else it is about to be closed
             lifecycle.leave(self)

@@ -41,17 +41,17 @@ from smdist.workers.hook.buffer_location import (
     read_memory,
 )
 from smdist.workers.hook.drain_progress import DrainProgress, left
-from smdist.workers.hook.error_policy import of_a_handler
-from smdist.workers.hook.process_settings import Whereabouts
+from smdist.workers.hook.error_policy import raised_by_signal_handler
+from smdist.workers.hook.process_settings import ProcessSettings
 from smdist.workers.join.enrol import check_place, intend, saves
 from smdist.workers.join.rank import Identity, resolve_rank
 from smdist.workers.spool.spool import Spool, SpoolInfo, UploadOptions
 from smdist.workers.upload.process import Supervisor
 
-__all__ = ["DrySink", "Outlet", "Sink"]
+__all__ = ["CaptureSession", "DrySink", "Sink"]
 
 _ATTACH_BYTES = 256 << 10
-_FAREWELL_S, _LOOK_S = 5.0, 0.01
+_EXIT_S, _POLL_S = 5.0, 0.01
 _MERGE_S = 2.0
 _CHECK_S = 5.0  # of one request and its retries, over a network
 
@@ -102,11 +102,11 @@ class _UploaderGoneError(Exception):
     pass
 
 
-class Outlet(Generic[T]):
+class CaptureSession(Generic[T]):
     def __init__(
         self,
         config: HookConfig,
-        where: Whereabouts,
+        where: ProcessSettings,
         access: TensorAccess[T],
         log: logging.Logger,
         trouble: Callable[[str], None],
@@ -114,18 +114,18 @@ class Outlet(Generic[T]):
         """`trouble` is told what the uploader's watcher has to report, on a thread of its own."""
         self._trouble = trouble
         self._config, self._where, self._access, self._log = config, where, access, log
-        self._state: Literal["waiting", "nowhere", "open", "closed"] = "waiting"
+        self._state: Literal["waiting", "disabled", "open", "closed"] = "waiting"
         self._identity: Identity | None = None
         self._sink: Sink[T] | None = None
         self._capture: Capture[T] | None = None
         self._supervisor: Supervisor | None = None
         self._parents: object = None
-        self.session: Session | None = None
+        self.record: Session | None = None
         self._place: Placement | None = None
         self._spool: Path | None = None
         self._starting = threading.Lock()
         self._starter = 0  # the thread that starts
-        self._making: Spool | None = None  # of a session that has not begun yet
+        self._unfinished_spool: Spool | None = None  # of a session that has not begun yet
 
     # -- who ----------------------------------------------------------------------------------
 
@@ -136,8 +136,8 @@ class Outlet(Generic[T]):
             return self._identity
         return resolve_rank(self._where.rank, self._where.world_size)
 
-    def become(self, rank: int, world_size: int) -> None:
-        """This process turned out to hold several ranks, and this outlet is that one's."""
+    def assign_rank(self, rank: int, world_size: int) -> None:
+        """This process turned out to hold several ranks, and this session is that one's."""
         if self._state == "waiting":
             self._where = msgspec.structs.replace(self._where, rank=rank, world_size=world_size)
 
@@ -145,16 +145,16 @@ class Outlet(Generic[T]):
     def _worker(self) -> str:
         return worker_name(self.identity.rank)
 
-    def probe(self) -> bool:
+    def saves_on_this_rank(self) -> bool:
         """May this rank save anything? False is final."""
         if self._state == "waiting":
             identity = self.identity
             if identity.settled and not saves(identity.rank, self._config.include_workers):
-                self._go_nowhere(identity)
-        return self._state not in ("nowhere", "closed")
+                self._disable(identity)
+        return self._state not in ("disabled", "closed")
 
-    def _go_nowhere(self, identity: Identity) -> None:
-        self._identity, self._state = identity, "nowhere"
+    def _disable(self, identity: Identity) -> None:
+        self._identity, self._state = identity, "disabled"
         wanted, world = self._config.include_workers, identity.world_size
         if identity.rank == 0 and not any(saves(rank, wanted) for rank in range(world)):
             self._log.warning(
@@ -240,7 +240,7 @@ class Outlet(Generic[T]):
     def _start(self) -> None:
         identity = self._identity = self.identity
         if not saves(identity.rank, self._config.include_workers):
-            self._go_nowhere(identity)
+            self._disable(identity)
             return
         if self._config.dry_run:
             self._sink, self._state = DrySink(), "open"
@@ -248,14 +248,14 @@ class Outlet(Generic[T]):
         try:
             self._begin_session(identity)
         except BaseException as error:
-            self._clear_away()
+            self._remove_unfinished_spool()
             # A handler's exception ends the try, not the session: the next step that is due has another.
-            if isinstance(error, Exception) and not of_a_handler(error):
+            if isinstance(error, Exception) and not raised_by_signal_handler(error):
                 self._state = "closed"
             raise
 
     def _begin_session(self, identity: Identity) -> None:
-        self._clear_away()
+        self._remove_unfinished_spool()
         config = self._config
         buffer_bytes = config.buffer_bytes or default_buffer_bytes(
             read_memory(), identity.local_world_size, identity.world_size, os.cpu_count() or 1
@@ -268,21 +268,21 @@ class Outlet(Generic[T]):
         )
         # A rank that has no place to buffer in saves nothing, ever, and once there is a spool, whoever
         # sends it enters the run for this rank, and others wait for it: so there is room before.
-        self._making = Spool.at(info, place.root, place.overflow)
+        self._unfinished_spool = Spool.at(info, place.root, place.overflow)
         with Spool.made(info, place.root, place.overflow) as spool:
             capture = Capture(spool, self._access, limits, self._say)
         supervisor = Supervisor(spool, trouble=self._trouble)
         capture.set_uploader_alive(lambda: supervisor.running)
         # No call from here on: the session has begun, or it has not.
-        self.session, self._spool, self._supervisor = info.session, spool.path, supervisor
+        self.record, self._spool, self._supervisor = info.session, spool.path, supervisor
         self._sink = self._capture = capture
-        self._state, self._making = "open", None
+        self._state, self._unfinished_spool = "open", None
 
-    def _clear_away(self) -> None:
+    def _remove_unfinished_spool(self) -> None:
         """What an interrupted try to begin left behind; nobody has seen it."""
-        if self._making is not None:
-            self._making.remove()
-            self._making = None
+        if self._unfinished_spool is not None:
+            self._unfinished_spool.remove()
+            self._unfinished_spool = None
 
     def _choose_place(self, identity: Identity, buffer_bytes: int) -> Placement:
         if self._place is None:  # once, as it may have something to say
@@ -337,7 +337,7 @@ class Outlet(Generic[T]):
         """Drain and let go. What is left to say: empty if everything reached the store."""
         capture, supervisor = self._capture, self._supervisor
         if capture is None:
-            self._clear_away()
+            self._remove_unfinished_spool()
             self._state, self._sink = "closed", None
             return ""
         capture.end(reason)  # first: if this is interrupted there is another try
@@ -354,7 +354,7 @@ class Outlet(Generic[T]):
             )
         if drained:
             if supervisor is not None:
-                self._see_off(supervisor)
+                self._wait_for_uploader_exit(supervisor)
             return ""
         text = f"{self._worker}: {left(usage)}"
         send = f"smdist recover {shlex.quote(str(self._spool))}"
@@ -377,13 +377,13 @@ class Outlet(Generic[T]):
             f"there, once that has ended: smdist recover --force {shlex.quote(str(self._spool))}"
         )
 
-    def _see_off(self, supervisor: Supervisor) -> None:
+    def _wait_for_uploader_exit(self, supervisor: Supervisor) -> None:
         """All is stored: the uploader writes a summary, removes the spool, and ends. If its rank was
         the last one it merges the run before it ends, and goes on alone if that takes longer: a
         moment for it, as where a job's container ends with this process nobody goes on."""
-        deadline = time.monotonic() + _FAREWELL_S
+        deadline = time.monotonic() + _EXIT_S
         while self._spool is not None and self._spool.exists() and time.monotonic() < deadline:
-            if supervisor.join(_LOOK_S):
+            if supervisor.join(_POLL_S):
                 return
         supervisor.join(_MERGE_S)
 

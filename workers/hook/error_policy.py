@@ -12,14 +12,14 @@ from types import CodeType
 from smdist.errors import ConfigurationError, DrainTimeout
 from smdist.identity import encodable
 
-__all__ = ["Mishaps", "of_a_handler"]
+__all__ = ["ErrorPolicy", "raised_by_signal_handler"]
 
 _MOST_KINDS = 200
 _STEP = re.compile(r"step \d+")
 _NUMBER = re.compile(r"\d+")
 
 
-class Mishaps:
+class ErrorPolicy:
     """`on_error="warn"`: counted, logged once each, noted in the run. `"raise"`: raised.
 
     A wrong setting is raised in either case: it shows at the first step at the latest. So is what a
@@ -31,53 +31,53 @@ class Mishaps:
         self._raises = on_error == "raise"
         self._log = log
         self._seen: set[str] = set()
-        self._note: Callable[[str], None] | None = None
-        self._unnoted: list[str] = []
+        self._journal: Callable[[str], None] | None = None
+        self._pending: list[str] = []
 
-    def note_with(self, note: Callable[[str], None]) -> None:
+    def attach_journal(self, note: Callable[[str], None]) -> None:
         """From now on `note` writes into the run; what happened before is handed to it."""
-        self._note = note
-        while self._unnoted:
-            note(self._unnoted[0])
-            del self._unnoted[0]
+        self._journal = note
+        while self._pending:
+            note(self._pending[0])
+            del self._pending[0]
 
-    def handle(self, error: Exception, doing: str) -> None:
+    def on_exception(self, error: Exception, doing: str) -> None:
         """Called in an `except` clause; returns if training is to go on."""
-        if self._raises or isinstance(error, ConfigurationError) or of_a_handler(error):
+        if self._raises or isinstance(error, ConfigurationError) or raised_by_signal_handler(error):
             raise error
         message = encodable(f"{doing}: {type(error).__name__}: {error}")
         # What goes wrong at every step does so with another number each time. Elsewhere a number
         # may be all that tells two tensors apart.
         kind = _NUMBER.sub("#", message) if _STEP.fullmatch(doing) else message
-        self._tell(kind, message, error)
+        self._report(kind, message, error)
 
-    def left(self, error: DrainTimeout) -> None:
+    def report_not_drained(self, error: DrainTimeout) -> None:
         """After the end: what is not stored, and how to send it. Words are all that helps then."""
         if self._raises:
             raise error
         self.count += 1
         self._log.warning("%s", error)
 
-    def trouble(self, message: str) -> None:
+    def warn_once(self, message: str) -> None:
         message = encodable(message)
-        self._tell(message, message)
+        self._report(message, message)
 
-    def _tell(self, kind: str, message: str, error: BaseException | None = None) -> None:
+    def _report(self, kind: str, message: str, error: BaseException | None = None) -> None:
         self.count += 1
         if kind in self._seen or len(self._seen) >= _MOST_KINDS:
             return
         self._seen.add(kind)
         self._log.warning("%s (training goes on; said once)", message, exc_info=error)
-        if self._note is None:
-            self._unnoted.append(message)
+        if self._journal is None:
+            self._pending.append(message)
             return
         try:
-            self._note(message)
+            self._journal(message)
         except Exception as failed:  # noqa: BLE001 (telling of an error must not be the next one)
             self._log.warning("that could not be noted in the run: %r", failed)
 
 
-def of_a_handler(error: BaseException) -> bool:
+def raised_by_signal_handler(error: BaseException) -> bool:
     """Whether a signal handler of the script raised it, or what it came from."""
     handlers = {_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
     cause: BaseException | None = error

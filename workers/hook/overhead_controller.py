@@ -15,10 +15,10 @@ from smdist.processes import cpu_seconds
 from smdist.workers.hook.capture_session import Sink
 from smdist.workers.hook.overhead_budget import Budget, Spent
 
-__all__ = ["Thrift"]
+__all__ = ["OverheadController"]
 
 
-class Thrift:
+class OverheadController:
     """Used on the training thread by one hook."""
 
     def __init__(self, share: float, training_s: Callable[[], float]) -> None:
@@ -28,9 +28,11 @@ class Thrift:
         self._setting = (self._budget.stride, self._budget.reduced)
         self._uploaders: dict[int, tuple[float, float]] = {}  # pid -> when first seen, by now
         self._changes: list[SamplingChange] = []
-        self._told = 0  # how many of them are on record
+        self._recorded = 0  # how many of them are on record
 
-    def choose(self, plan: StepPlan, ref: StepRef, period: int, uploader: int) -> StepPlan | None:
+    def select_plan(
+        self, plan: StepPlan, ref: StepRef, period: int, uploader: int
+    ) -> StepPlan | None:
         """What of `plan` to capture at the due step `ref`; None: nothing.
 
         `uploader` is the process at work, 0 before it has stored anything.
@@ -55,10 +57,10 @@ class Thrift:
             return None
         return plan.reduced if self._budget.reduced else plan
 
-    def tell(self, sink: Sink[Any], session: Session | None) -> None:
+    def record_changes(self, sink: Sink[Any], session: Session | None) -> None:
         """Put on record what has changed since the last call."""
-        if self._told < len(self._changes) and session is not None:
-            self._told = len(self._changes)
+        if self._recorded < len(self._changes) and session is not None:
+            self._recorded = len(self._changes)
             worker = worker_name(session.rank)
             thinned = SamplingChanges(worker, session.attempt, self._share, tuple(self._changes))
             key = sampling_changes_key(worker, session.attempt)

@@ -9,10 +9,10 @@ import msgspec
 from smdist.config.readers import absolute_path, integer
 from smdist.errors import ConfigurationError
 
-__all__ = ["Whereabouts"]
+__all__ = ["ProcessSettings"]
 
 
-class Whereabouts(msgspec.Struct, frozen=True):
+class ProcessSettings(msgspec.Struct, frozen=True):
     rank: int | None = None
     world_size: int | None = None
     attempt: int | None = None
@@ -25,7 +25,7 @@ class Whereabouts(msgspec.Struct, frozen=True):
         world_size: object = None,
         attempt: object = None,
         spool_dir: object = None,
-    ) -> Whereabouts:
+    ) -> ProcessSettings:
         """From the arguments of a hook's constructor, checked; None: not given."""
         return cls(
             None if rank is None else integer("rank", rank),

@@ -10,7 +10,7 @@ On the training thread, for every step on which something is due:
 `save` is for values a script hands over itself: they go to the step they are said to belong to,
 due or not.
 
-`cut` says why the step would not be whole if nothing more came of it, as an exception ended what brings
+`incomplete_reason` says why the step would not be whole if nothing more came of it, as an exception ended what brings
 its tensors. It is set before something begins that brings some, and empty again once that has ended.
 """
 
@@ -42,7 +42,7 @@ class Recorder(Generic[T]):
     def __init__(self, describe: Describe[T]) -> None:
         self.plan: StepPlan | None = None  # of the step being recorded
         self.ref: StepRef | None = None
-        self.cut = ""
+        self.incomplete_reason = ""
         self._describe = describe
         self.metered = False  # whether `spent_s` counts
         self.spent_s = 0.0  # what captures took from training
@@ -60,16 +60,16 @@ class Recorder(Generic[T]):
         return self.plan is not None
 
     def begin(self, sink: Sink[T], ref: StepRef, plan: StepPlan) -> None:
-        """The caller empties `cut` once all is captured that the step begins with."""
+        """The caller empties `incomplete_reason` once all is captured that the step begins with."""
         self._sink, self.missing = sink, set()
-        self.ref, self.plan, self.cut = ref, plan, _BEGINNING
+        self.ref, self.plan, self.incomplete_reason = ref, plan, _BEGINNING
         if self._at != ref:
             self._move(sink, ref)
 
-    def risk(self, cut: str) -> str:
-        """Something begins that brings tensors; `cut` is to be set to the result when it has ended."""
-        before = self.cut
-        self.cut = before or cut
+    def hold_incomplete(self, incomplete_reason: str) -> str:
+        """Something begins that brings tensors; `incomplete_reason` is to be set to the result when it has ended."""
+        before = self.incomplete_reason
+        self.incomplete_reason = before or incomplete_reason
         return before
 
     def expect(self, tokens: Iterable[Hashable]) -> None:
@@ -84,26 +84,26 @@ class Recorder(Generic[T]):
 
     def close(self) -> None:
         """Everything that was expected is there. More may come, and is recorded too."""
-        self._tell_if_cut()
+        self._report_if_incomplete()
         if self._sink is not None and self._at == self.ref:
             self._sink.close_step()
 
     def finish(self) -> None:
         """The step is over."""
-        self._tell_if_cut()
+        self._report_if_incomplete()
         if self._sink is not None:
             self._sink.close_step()
         self.plan = self.ref = None
 
-    def _tell_if_cut(self) -> None:
-        if self.cut and self._sink is not None and self.ref is not None:
-            self._sink.mark_incomplete(self.ref, self.cut)
-        self.cut = ""
+    def _report_if_incomplete(self) -> None:
+        if self.incomplete_reason and self._sink is not None and self.ref is not None:
+            self._sink.mark_incomplete(self.ref, self.incomplete_reason)
+        self.incomplete_reason = ""
 
     def abandon(self) -> None:
         """Forget the step without a word to the sink."""
         self.plan = self.ref = self._sink = self._at = None
-        self.cut = ""
+        self.incomplete_reason = ""
 
     # -- tensors ------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ begin one too, if none has begun.
 In mode GLOBAL the mode's counter is the global one.
 
 A signal handler may raise at any moment. Whatever is counted is computed first and then assigned in
-statements that hold no call and no loop, between which no handler runs: a step is counted or it is not.
+statements that hold no call and no loop, awaiting_next_step which no handler runs: a step is counted or it is not.
 """
 
 from __future__ import annotations
@@ -24,50 +24,50 @@ from typing import Any, Literal, get_args
 from smdist.errors import ConfigurationError
 from smdist.identity import ModeKeys, StepRef
 
-__all__ = ["AT_ONCE", "StepClock", "StepOn"]
+__all__ = ["NEXT_STEP", "StepClock", "StepOn"]
 
 StepOn = Literal["forward", "optimizer", "manual"]
 
-AT_ONCE = -1
+NEXT_STEP = -1
 
 
 class StepClock:
     """`step` and `mode_step` number the last step that began, -1 before the first.
 
-    `due` is the step of the current mode from which on somebody wants to be told; `AT_ONCE` is the
-    next one. A change of mode sets it to `AT_ONCE`.
+    `due` is the step of the current mode from which on somebody wants to be told; `NEXT_STEP` is the
+    next one. A change of mode sets it to `NEXT_STEP`.
 
-    Forwards before it are a countdown: whoever sees one may take 1 from `quiet` as long as it is
+    Forwards before it are a countdown: whoever sees one may take 1 from `idle_forwards_left` as long as it is
     positive, instead of calling `forward()`. That is all that a step costs on which nothing is due;
     the numbers follow from how much was taken.
     """
 
     __slots__ = (
         "_due",
-        "_granted",
+        "_idle_budget",
         "_in_step",
-        "_joins",
         "_latest",
         "_mode_step",
         "_others",
+        "_spans_forwards",
         "_step",
         "_step_on",
+        "idle_forwards_left",
         "mode",
-        "quiet",
-        "untold",
+        "unreported",
     )
 
     def __init__(self, step_on: StepOn = "forward") -> None:
         self.mode = ModeKeys.GLOBAL
         self._step = self._mode_step = -1
-        self.quiet = self._granted = 0
+        self.idle_forwards_left = self._idle_budget = 0
         self._in_step = False
-        self._due = AT_ONCE
+        self._due = NEXT_STEP
         # Steps that began and were to be told of, the last one last: who is told clears it at the end.
-        self.untold: tuple[StepRef, ...] = ()
+        self.unreported: tuple[StepRef, ...] = ()
         self._latest = -1  # global number of the current mode's last step
         self._others: dict[ModeKeys, tuple[int, int]] = {}  # the same of modes not current
-        self._joins = False
+        self._spans_forwards = False
         self._step_on: StepOn = "forward"
         self.step_on = step_on
 
@@ -75,69 +75,71 @@ class StepClock:
 
     def forward(self) -> bool:
         """A counting root runs. True: a step began, and it is one to be told of."""
-        if self._joins and self._in_step:
+        if self._spans_forwards and self._in_step:
             return False
         return self.begin()
 
-    def begin(self, *, unseen: bool = False) -> bool:
-        """`unseen`: nobody is to be told."""
-        self._count(self._granted - self.quiet + 1, tell=not unseen)
+    def begin(self, *, report: bool = True) -> bool:
+        """Begin a step. With `report=False` it is not among `unreported`."""
+        self._count(self._idle_budget - self.idle_forwards_left + 1, report=report)
         return self._mode_step >= self._due
 
     def end(self) -> None:
         """The optimizer has updated, or the caller said so: the step is over."""
-        self._settle()
+        self._apply_idle_forwards()
         self._in_step = False
 
-    def _count(self, steps: int, *, tell: bool = False) -> None:
+    def _count(self, steps: int, *, report: bool = False) -> None:
         """Count `steps`, and grant the forwards that may pass from here on."""
         step, mode_step = self._step + steps, self._mode_step + steps
         if self.mode is ModeKeys.GLOBAL:
             # Until a step is counted it has the number of its own last one.
             mode_step = step if steps else self._mode_step
-        granted = self._grant_after(step if self.mode is ModeKeys.GLOBAL else mode_step, self._due)
-        untold = self.untold
-        if tell and mode_step >= self._due:
-            untold = (*untold, StepRef(self.mode, mode_step, step))
+        idle = self._idle_forwards_after(
+            step if self.mode is ModeKeys.GLOBAL else mode_step, self._due
+        )
+        unreported = self.unreported
+        if report and mode_step >= self._due:
+            unreported = (*unreported, StepRef(self.mode, mode_step, step))
         latest, in_step = (step, True) if steps else (self._latest, self._in_step)
         self._step, self._mode_step, self._latest = step, mode_step, latest
-        self._in_step, self.untold = in_step, untold
-        self.quiet = self._granted = granted
+        self._in_step, self.unreported = in_step, unreported
+        self.idle_forwards_left = self._idle_budget = idle
 
-    def _grant_after(self, last: int, due: int) -> int:
+    def _idle_forwards_after(self, last: int, due: int) -> int:
         """Forwards can pass by being counted only where each of them is a step."""
-        return 0 if self._joins else max(0, due - last - 1)
+        return 0 if self._spans_forwards else max(0, due - last - 1)
 
-    def _settle(self) -> None:
+    def _apply_idle_forwards(self) -> None:
         """Count what has passed quietly."""
-        self._count(self._granted - self.quiet)
+        self._count(self._idle_budget - self.idle_forwards_left)
 
     # -- questions ----------------------------------------------------------------------------
 
     @property
     def step(self) -> int:
-        self._settle()
+        self._apply_idle_forwards()
         return self._step
 
     @property
     def mode_step(self) -> int:
-        self._settle()
+        self._apply_idle_forwards()
         return self._mode_step
 
     @property
     def in_step(self) -> bool:
-        self._settle()
+        self._apply_idle_forwards()
         return self._in_step
 
     @property
-    def between(self) -> bool:
+    def awaiting_next_step(self) -> bool:
         """Was a step ended, and has none begun since? Whatever runs next begins one."""
-        return self._joins and not self._in_step
+        return self._spans_forwards and not self._in_step
 
     @property
     def has_step(self) -> bool:
         """Did the current mode have a step yet?"""
-        self._settle()
+        self._apply_idle_forwards()
         return self._latest >= 0
 
     @property
@@ -163,16 +165,16 @@ class StepClock:
 
     @due.setter
     def due(self, step: int) -> None:
-        self._settle()
+        self._apply_idle_forwards()
         last = self._step if self.mode is ModeKeys.GLOBAL else self._mode_step
-        granted = self._grant_after(last, step)
+        idle = self._idle_forwards_after(last, step)
         self._due = step
-        self.quiet = self._granted = granted
+        self.idle_forwards_left = self._idle_budget = idle
 
     def set_mode(self, mode: ModeKeys) -> None:
         if mode is self.mode:
             return
-        self._settle()
+        self._apply_idle_forwards()
         others = {**self._others, self.mode: (self._mode_step, self._latest)}
         self._enter(mode, self._step, others)
 
@@ -185,23 +187,23 @@ class StepClock:
         if value not in get_args(StepOn):
             known = ", ".join(map(repr, get_args(StepOn)))
             raise ConfigurationError(f"step_on={value!r} is not one of {known}")
-        self._settle()
-        joins = self._joining(value, self.mode)
+        self._apply_idle_forwards()
+        spans = self._step_spans_forwards(value, self.mode)
         last = self._step if self.mode is ModeKeys.GLOBAL else self._mode_step
-        granted = 0 if joins else max(0, self._due - last - 1)
-        self._step_on, self._joins = value, joins
-        self.quiet = self._granted = granted
+        idle = 0 if spans else max(0, self._due - last - 1)
+        self._step_on, self._spans_forwards = value, spans
+        self.idle_forwards_left = self._idle_budget = idle
 
     def _enter(self, mode: ModeKeys, step: int, modes: dict[ModeKeys, tuple[int, int]]) -> None:
         mode_step, latest = modes.pop(mode, (-1, -1))
-        joins = self._joining(self._step_on, mode)
-        self.mode, self._others, self._joins = mode, modes, joins
+        spans = self._step_spans_forwards(self._step_on, mode)
+        self.mode, self._others, self._spans_forwards = mode, modes, spans
         self._step, self._mode_step, self._latest = step, mode_step, latest
-        self._in_step, self._due = False, AT_ONCE
-        self.quiet = self._granted = 0  # the next one is due
+        self._in_step, self._due = False, NEXT_STEP
+        self.idle_forwards_left = self._idle_budget = 0  # the next one is due
 
     @staticmethod
-    def _joining(step_on: StepOn, mode: ModeKeys) -> bool:
+    def _step_spans_forwards(step_on: StepOn, mode: ModeKeys) -> bool:
         updates = mode not in (ModeKeys.EVAL, ModeKeys.PREDICT)
         return step_on == "manual" or (step_on == "optimizer" and updates)
 
@@ -209,7 +211,7 @@ class StepClock:
 
     def state(self) -> dict[str, Any]:
         """Plain data, to be kept in a checkpoint."""
-        self._settle()
+        self._apply_idle_forwards()
         last = {**self._others, self.mode: (self._mode_step, self._latest)}
         return {"step": self._step, "modes": {m.name: list(pair) for m, pair in last.items()}}
 

@@ -21,9 +21,9 @@ from smdist.planning import Planner, TensorPlan
 from smdist.workers.capture.tensor_access import TensorAccess
 from smdist.workers.hook.capture_session import Sink
 from smdist.workers.hook.recorder import Recorder, TensorMeta
-from smdist.workers.hook.step_clock import AT_ONCE, StepClock
+from smdist.workers.hook.step_clock import NEXT_STEP, StepClock
 
-__all__ = ["ScriptValues", "TensorAdapter"]
+__all__ = ["TensorAdapter", "UserValues"]
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ class _Last(NamedTuple):
     names: frozenset[str]
 
 
-class ScriptValues(Generic[T]):
+class UserValues(Generic[T]):
     def __init__(
         self,
         reading: TensorAdapter[T],
@@ -88,7 +88,7 @@ class ScriptValues(Generic[T]):
             held = _Held(name, self._reading.copy(value), plan, self._clock.step)
             mode = self._clock.mode if self._clock.step >= 0 else None
             self._held.setdefault(mode, []).append(held)
-        self._clock.due = AT_ONCE  # the next step has to close this one
+        self._clock.due = NEXT_STEP  # the next step has to close this one
 
     def _pace(self, name: str) -> None:
         """Begin a step, where nobody else does and a value called `name` needs one."""
@@ -107,7 +107,7 @@ class ScriptValues(Generic[T]):
     def _step_for(self, name: str, after: int, last: _Last) -> _Last:
         if after == last.after and name not in last.names:
             return last._replace(names=last.names | {name})
-        self._clock.begin(unseen=True)
+        self._clock.begin(report=False)
         return _Last(after, frozenset({name}))
 
     def _written_as(self, name: str) -> str:

@@ -21,10 +21,10 @@ from smdist.config import HookConfig
 from smdist.errors import ConfigurationError
 from smdist.format.manifest import CollectionInfo, Collections
 from smdist.identity import ModeKeys
-from smdist.workers.hook.capture_session import Outlet
-from smdist.workers.hook.process_settings import Whereabouts
+from smdist.workers.hook.capture_session import CaptureSession
+from smdist.workers.hook.process_settings import ProcessSettings
 from smdist.workers.hook.recorder import Recorder
-from smdist.workers.hook.step_clock import AT_ONCE
+from smdist.workers.hook.step_clock import NEXT_STEP
 from smdist.workers.join.enrol import saves
 from smdist.workers.keras_adapter.phases import Phases, Place
 from smdist.workers.keras_adapter.recording import Recording
@@ -37,7 +37,7 @@ from smdist.workers.tf_adapter.tensor_access import (
     array_of,
     is_layer,
     is_variable,
-    reading,
+    tensor_adapter,
     unconverted,
 )
 
@@ -47,7 +47,7 @@ __all__ = ["KerasHook"]
 class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[misc]
     _supports_tf_logs = True
 
-    def _build(self, config: HookConfig, where: Whereabouts, close_timeout_s: float) -> None:
+    def _build(self, config: HookConfig, where: ProcessSettings, close_timeout_s: float) -> None:
         tf.keras.callbacks.Callback.__init__(self)
         self._supports_tf_logs = True  # Keras 2 sets it on the instance
         super()._build(config, where, close_timeout_s)
@@ -56,19 +56,19 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
             self._planner,
             self._manager,
             self._recorder,
-            self._mishaps,
-            self._attend,
+            self._errors,
+            self._on_step_start,
             self._enter,
             config.stage_gradients == "synced",
         )
         self._place = Place()
-        self._phases = Phases(self._recording, self._clock, self._planner, self._mishaps)
+        self._phases = Phases(self._recording, self._clock, self._planner, self._errors)
         self._tapes = Tapes(
             self._recording,
             self._clock,
             self._recorder,
             self._manager,
-            self._mishaps,
+            self._errors,
             lambda: self._phases.running,
         )
 
@@ -76,7 +76,7 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
-        self._tell_if_closed()  # here: `fit` that goes on after the end begins to validate, too
+        self._warn_if_closed()  # here: `fit` that goes on after the end begins to validate, too
         # Keras 2 holds on to its function for `evaluate` before it says that it begins.
         if not is_keras_3(model) and getattr(model, "_is_compiled", False):
             self._begin_phase("test", early=True)
@@ -126,17 +126,17 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
                 if sink is not None and plan is not None:
                     self._recorder.save(sink, ref, name, array_of(value), plan)
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._mishaps.handle(error, f"the end of epoch {epoch}")
+            self._errors.on_exception(error, f"the end of epoch {epoch}")
 
     def _begin_phase(self, kind: str, *, early: bool = False) -> None:
         if not self._active:
             return
         try:
             self._settle_ranks(self.model.distribute_strategy)
-            if self._outlet.probe():
+            if self._session.saves_on_this_rank():
                 self._phases.begin(self.model, kind, self._place, early=early)
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._mishaps.handle(error, f"beginning to {kind}")
+            self._errors.on_exception(error, f"beginning to {kind}")
 
     def _end_phase(self, kind: str) -> None:
         outer = self._phases.end(self.model, kind)
@@ -158,7 +158,7 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
         """
         if not hasattr(optimizer, "apply_gradients"):
             raise ConfigurationError(f"wrap_optimizer takes an optimizer, not {optimizer!r}")
-        self._tell_if_closed()
+        self._warn_if_closed()
         if self._active:
             self._recording.wrap(optimizer)
         return optimizer
@@ -168,7 +168,7 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
         variables are named by their place in it."""
         if not is_layer(model):
             raise ConfigurationError(f"register_model takes a Keras model, not {model!r}")
-        self._tell_if_closed()
+        self._warn_if_closed()
         if self._active:
             self._recording.register(model)
 
@@ -181,7 +181,7 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
         if not hasattr(tape, "gradient"):
             raise ConfigurationError(f"wrap_tape takes a GradientTape, not {tape!r}")
         if not self._active:
-            self._tell_if_closed()
+            self._warn_if_closed()
             return tape
         return self._tapes.wrap(tape)
 
@@ -191,25 +191,29 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
         """Each replica of this process is a worker; the hook itself is the first one that saves."""
         if self._place.replicas > 1:  # the process has become one of them
             return
-        process = self._outlet.identity
+        process = self._session.identity
         count = 1
         if strategy.num_replicas_in_sync > 1:
             count = len(strategy.extended.worker_devices)
         self._place = Place(process.world_size, count)
-        if count == 1 or self._outlet.is_open:
+        if count == 1 or self._session.is_open:
             return
         first, world = process.rank * count, process.world_size * count
         wanted = self._config.include_workers
         own, *others = [r for r in range(count) if saves(first + r, wanted)] or [0]
-        self._outlet.become(first + own, world)
+        self._session.assign_rank(first + own, world)
         lanes = self._recording.lanes
         lanes.replica = own
         for replica in others:
-            where = Whereabouts(first + replica, world, self._where.attempt, self._where.spool_dir)
-            read = reading()
-            outlet = Outlet(self._config, where, read.access, self._log, self._mishaps.trouble)
+            where = ProcessSettings(
+                first + replica, world, self._where.attempt, self._where.spool_dir
+            )
+            read = tensor_adapter()
+            session = CaptureSession(
+                self._config, where, read.access, self._log, self._errors.warn_once
+            )
             recorder = Recorder(read.describe)
-            lanes.others.append(Lane(replica, outlet, recorder, self._collections))
+            lanes.others.append(Lane(replica, session, recorder, self._collections))
 
     def _collections(self, worker: str) -> Collections:
         infos = tuple(CollectionInfo(**facts) for facts in self._planner.description())
@@ -217,24 +221,28 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
 
     # -- the course of a step -----------------------------------------------------------------
 
-    def _begin_step(self) -> None:
+    def _on_capture_step(self) -> None:
         self._recording.lanes.begin()
         self._recording.save_variables()
         for lane in self._recording.lanes.others:
-            lane.recorder.cut = self._under_way()
+            lane.recorder.incomplete_reason = self._incomplete_reason()
 
-    def _under_way(self) -> str:
+    def _incomplete_reason(self) -> str:
         return "an exception ended its batch" if self._phases.running else ""
 
-    def _rest(self, next_due: int) -> None:
+    def _on_idle_step(self, next_due: int) -> None:
         self._recording.lanes.finish()
 
-    def _forget(self) -> None:
+    def _on_config_change(self) -> None:
         self._recording.forget()
 
-    def _ends(self) -> None:
-        if self._recording.optimizers and self._clock.step < 0 and self._outlet.probe():
-            self._mishaps.trouble(
+    def _on_close(self) -> None:
+        if (
+            self._recording.optimizers
+            and self._clock.step < 0
+            and self._session.saves_on_this_rank()
+        ):
+            self._errors.warn_once(
                 "an optimizer was wrapped, but no step was seen, and no gradient saved: pass the hook "
                 "to fit(callbacks=[hook]), or wrap the tape of each step of a loop: "
                 "with hook.wrap_tape(tf.GradientTape()) as tape"
@@ -248,14 +256,14 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
             for collection in active
             for request in collection.unbound_requests
         ]
-        if not asked or not self._outlet.probe():
+        if not asked or not self._session.saves_on_this_rank():
             return
         # Anew: a model may have changed since its names were last needed.
         seen = [Names(k.names.model) for k in self._recording.models if k.names is not None]
         for collection, target in asked:
             if seen and not any(n.path_of(target) or n.layer_path(target) for n in seen):
                 kind = "variable" if is_variable(target) else "layer"
-                self._mishaps.trouble(
+                self._errors.warn_once(
                     f"collection {collection} asked for {kind} {target.name}, which no model had"
                 )
 
@@ -273,14 +281,14 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
         self._recording.uninstall()
 
     def flush(self, timeout: float | None = None) -> bool:
-        if self._outlet.is_reentrant_call or self._recording.lanes.is_reentrant_call:
+        if self._session.is_reentrant_call or self._recording.lanes.is_reentrant_call:
             return False
         done = super().flush(timeout)
         limit = self._close_timeout_s if timeout is None else timeout
         for lane in self._recording.lanes.others:
-            if lane.outlet.capture is not None:
-                lane.outlet.capture.flush()
-                done = lane.outlet.capture.drain(limit) and done
+            if lane.session.capture is not None:
+                lane.session.capture.flush()
+                done = lane.session.capture.drain(limit) and done
         return done
 
     def after_fork(self) -> None:
@@ -291,22 +299,22 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
         if (
             self._recording.lanes.is_reentrant_call
         ):  # none of them can be closed within its own save
-            self._postponed, self._clock.due = (reason, timeout), AT_ONCE
-        elif self._active or self._outlet.is_open:
+            self._postponed, self._clock.due = (reason, timeout), NEXT_STEP
+        elif self._active or self._session.is_open:
             super()._end(reason, timeout)
         else:  # the first may have retired without the others
             self._close_lanes(reason, self._close_timeout_s if timeout is None else timeout)
 
-    def _let_go(self, reason: str, timeout_s: float) -> str:
+    def _close_session(self, reason: str, timeout_s: float) -> str:
         try:
-            return super()._let_go(reason, timeout_s)
+            return super()._close_session(reason, timeout_s)
         finally:
             self._close_lanes(reason, timeout_s)
 
     def _close_lanes(self, reason: str, timeout_s: float) -> None:
         others = self._recording.lanes.others
         while others:  # each until it is closed: this may be interrupted, and come again
-            left = others[0].outlet.close(reason, timeout_s)
+            left = others[0].session.close(reason, timeout_s)
             del others[0]
             if left:
-                self._mishaps.trouble(left)
+                self._errors.warn_once(left)

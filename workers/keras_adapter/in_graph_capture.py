@@ -23,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 from smdist.planning import Planner, StepPlan
-from smdist.workers.hook.error_policy import Mishaps
+from smdist.workers.hook.error_policy import ErrorPolicy
 from smdist.workers.keras_adapter.step_function import is_built, sow
 from smdist.workers.keras_adapter.taps import Taps, Wants, covers, dense, of_stage
 from smdist.workers.keras_adapter.variable_names import Names, all_optimizers
@@ -50,7 +50,7 @@ class Owner(NamedTuple):
 
     recording: Recording
     planner: Planner
-    mishaps: Mishaps
+    errors: ErrorPolicy
     renew: Callable[[], None]  # has Keras make its function anew
 
 
@@ -87,7 +87,7 @@ class Inline:
             try:
                 self._check(owner, self._wants)
             except Exception as error:  # noqa: BLE001 (the policy decides)
-                owner.mishaps.handle(error, f"looking at {self._model.name}")
+                owner.errors.on_exception(error, f"looking at {self._model.name}")
         self.armed = True
         self._armed.assign(value=True)
 
@@ -117,7 +117,7 @@ class Inline:
     def missed(self) -> None:
         """A step that was due did not tell of itself."""
         if self._blind and self._owner is not None:
-            self._owner.mishaps.trouble(
+            self._owner.errors.warn_once(
                 f"{self._model.name} got its variables in its first step, too late for its steps to "
                 "be captured: build the model before it is trained (give it an input shape)"
             )
@@ -177,11 +177,11 @@ class Inline:
             optimizers = self._looked_at(owner)
             begun = self._ask(owner, names, data)
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            owner.mishaps.handle(error, f"tracing the {self._kind} step of {self._model.name}")
+            owner.errors.on_exception(error, f"tracing the {self._kind} step of {self._model.name}")
             return None, [], None
         self._wants = wants if self._wants is None else _common(wants, self._wants)
         self._optimizers = optimizers
-        return Taps(names, wants, owner.mishaps), optimizers, begun
+        return Taps(names, wants, owner.errors), optimizers, begun
 
     def _ask(self, owner: Owner, names: Names, data: Any) -> Any:
         found = owner.recording.variables(names, self._kind)
@@ -211,7 +211,7 @@ class Inline:
                         _weakly(self._save, described),
                     )
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            owner.mishaps.handle(error, f"tracing the {self._kind} step of {self._model.name}")
+            owner.errors.on_exception(error, f"tracing the {self._kind} step of {self._model.name}")
 
     def _sow(self) -> None:
         """The steps of several hooks are traced into one graph."""
@@ -230,7 +230,7 @@ class Inline:
             self.seen += 1
             owner.recording.begin()
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            owner.mishaps.handle(error, "beginning a step")
+            owner.errors.on_exception(error, "beginning a step")
         return self._save(names, arrays)
 
     def _save(self, names: list[str], arrays: tuple[Array, ...]) -> Any:
@@ -241,7 +241,7 @@ class Inline:
             values = [(array,) for array in arrays]
             owner.recording.lanes.offer(tuple(names), values, array_of)
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            owner.mishaps.handle(error, "capturing a step")
+            owner.errors.on_exception(error, "capturing a step")
         return np.bool_(True)
 
 

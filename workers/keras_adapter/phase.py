@@ -130,9 +130,9 @@ class Phase:
             self.inline.disarm()
         self.running = True
         try:
-            if self._quick and clock.quiet > 0 and clock.mode is self._mode:
+            if self._quick and clock.idle_forwards_left > 0 and clock.mode is self._mode:
                 result = self.below(source)
-                clock.quiet -= 1  # now that there was a batch
+                clock.idle_forwards_left -= 1  # now that there was a batch
                 return result
             result = self._attentive(source)
             self.inside.step_ran()

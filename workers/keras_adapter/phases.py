@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from smdist.identity import ModeKeys
 from smdist.planning import Planner
 from smdist.workers import horovod_support as horovod
-from smdist.workers.hook.error_policy import Mishaps
+from smdist.workers.hook.error_policy import ErrorPolicy
 from smdist.workers.hook.step_clock import StepClock
 from smdist.workers.keras_adapter.in_graph_capture import Inline, Owner
 from smdist.workers.keras_adapter.phase import Phase, is_tuned, steps_per_execution
@@ -29,11 +29,11 @@ class Place(NamedTuple):
 
 class Phases:
     def __init__(
-        self, recording: Recording, clock: StepClock, planner: Planner, mishaps: Mishaps
+        self, recording: Recording, clock: StepClock, planner: Planner, errors: ErrorPolicy
     ) -> None:
         self._recording, self._clock = recording, clock
-        self._inside = Inside(recording, mishaps)
-        self._planner, self._mishaps = planner, mishaps
+        self._inside = Inside(recording, errors)
+        self._planner, self._errors = planner, errors
         self._phases: list[Phase] = []
         # What has begun and not ended, unless it was left by an exception: the innermost last.
         self._begun: list[tuple[str, weakref.ref[Any]]] = []
@@ -51,7 +51,7 @@ class Phases:
             self._forget(model, kind)
             self._begun.append((kind, weakref.ref(model)))
         if getattr(model, "_cluster_coordinator", None) is not None:
-            self._mishaps.trouble(f"{model.name} runs in other processes and is not captured")
+            self._errors.warn_once(f"{model.name} runs in other processes and is not captured")
             return
         phase = self._own(model, kind) or self._install(model, kind, place)
         if not early:
@@ -143,13 +143,13 @@ class Phases:
             return
         if horovod.is_running("tensorflow"):
             if self._recording.may_want_gradients(model):
-                self._mishaps.trouble(
+                self._errors.warn_once(
                     f"the gradients of {model.name} are captured as its optimizer is given them: "
                     "reduced, if its train_step does that itself (hvd.DistributedGradientTape); with "
                     "hvd.DistributedOptimizer stage_gradients chooses"
                 )
         elif self._recording.synced:
-            self._mishaps.trouble(
+            self._errors.warn_once(
                 f"the gradients of {model.name} are those that each worker computed: "
                 "stage_gradients='synced' knows the reduction of hvd.DistributedOptimizer alone"
             )
@@ -167,14 +167,14 @@ class Phases:
         elif model.jit_compile:
             why = "XLA lets nothing out; compile the model with jit_compile=False"
         if why:
-            self._mishaps.trouble(f"only losses and metrics of {model.name} are captured: {why}")
+            self._errors.warn_once(f"only losses and metrics of {model.name} are captured: {why}")
             return None
         inlines = self._recording.models.known(model).inlines
         inline = inlines.get(kind)
         if inline is not None and inline.function is _function(model, kind):
             inline.install()
             return inline
-        hook = Owner(self._recording, self._planner, self._mishaps, lambda: _make(model, kind))
+        hook = Owner(self._recording, self._planner, self._errors, lambda: _make(model, kind))
         inline = Inline(hook, model, kind)
         inline.install()
         inlines[kind] = inline
@@ -189,7 +189,7 @@ class Phases:
             if above.below is phase:
                 above.below = phase.below
         if isinstance(phase.original, OneFunction):
-            phase.original.let_go(self._mishaps)
+            phase.original.let_go(self._errors)
         if phase.inline is not None:
             phase.inline.remove()
         phase.rest()  # Keras 2 may go on calling it

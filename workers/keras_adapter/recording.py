@@ -17,7 +17,7 @@ from smdist.config import CollectionManager
 from smdist.config.collection import CollectionKeys
 from smdist.identity import ModeKeys
 from smdist.planning import Planner, StepPlan
-from smdist.workers.hook.error_policy import Mishaps
+from smdist.workers.hook.error_policy import ErrorPolicy
 from smdist.workers.hook.recorder import Recorder
 from smdist.workers.hook.step_clock import StepClock
 from smdist.workers.keras_adapter.model_cache import Models
@@ -41,17 +41,17 @@ class Recording:
         planner: Planner,
         manager: CollectionManager,
         recorder: Recorder[Array],
-        mishaps: Mishaps,
-        attend: Callable[[], None],
+        errors: ErrorPolicy,
+        on_step_start: Callable[[], None],
         enter: Callable[[ModeKeys], bool],
         synced: bool,
     ) -> None:
-        """`attend` and `enter` are the hook's: a step began; the coming ones are of a mode.
+        """`on_step_start` and `enter` are the hook's: a step began; the coming ones are of a mode.
         `synced`: gradients are wanted as they are after their reduction."""
         self.synced = synced
         self._clock, self._planner, self._manager = clock, planner, manager
-        self._mishaps, self._attend, self.enter = mishaps, attend, enter
-        self.lanes = Lanes(recorder, mishaps.trouble)
+        self._errors, self._on_step_start, self.enter = errors, on_step_start, enter
+        self.lanes = Lanes(recorder, errors.warn_once)
         self._recorder = recorder
         self.optimizers: list[Any] = []  # besides the model's own
         self.state = next(_states)  # changes with what may be wanted; no other hook ever has it
@@ -81,7 +81,7 @@ class Recording:
         try:
             return self._planner.next_due(self._clock.mode, coming) < coming + steps
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._mishaps.handle(error, "looking what is due")
+            self._errors.on_exception(error, "looking what is due")
             return False
 
     def passed(self, steps: int) -> None:
@@ -103,7 +103,7 @@ class Recording:
         before, self._model = self._model, model
         try:
             if self._clock.forward():
-                self._attend()
+                self._on_step_start()
         finally:
             self._model = before
 
@@ -123,7 +123,7 @@ class Recording:
             variables = self.variables(names, self._kind)
             return not any(plan.wants(named.name) is not None for named in variables)
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._mishaps.handle(error, "looking at the model")
+            self._errors.on_exception(error, "looking at the model")
             return True
 
     @property
@@ -171,7 +171,7 @@ class Recording:
         try:
             return self.wants(plan, self.names(model))
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._mishaps.handle(error, "looking at the model")
+            self._errors.on_exception(error, "looking at the model")
             return NOTHING
 
     def wants(self, plan: StepPlan, names: Names) -> Wants:
@@ -218,7 +218,7 @@ class Recording:
             found = of_stage(seen, self.synced)
             self.lanes.offer(tuple(found), list(found.values()), array_of)
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._mishaps.handle(error, f"step {self._clock.step}")
+            self._errors.on_exception(error, f"step {self._clock.step}")
 
     def save_results(self, kind: str, result: Any) -> None:
         """Losses and metrics, as Keras returns them for a step."""
@@ -230,7 +230,7 @@ class Recording:
             self.know_metrics(found)
             self.lanes.offer(tuple(found), [(value,) for value in found.values()], array_of)
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._mishaps.handle(error, f"step {self._clock.step}")
+            self._errors.on_exception(error, f"step {self._clock.step}")
 
     def know_metrics(self, names: Iterable[str]) -> None:
         metrics = self._manager.get(CollectionKeys.METRICS)

@@ -13,7 +13,7 @@ from smdist.errors import CaptureError
 from smdist.format.manifest import Collections, collections_key
 from smdist.identity import StepRef, worker_name
 from smdist.planning import StepPlan
-from smdist.workers.hook.capture_session import Outlet
+from smdist.workers.hook.capture_session import CaptureSession
 from smdist.workers.hook.recorder import Recorder
 from smdist.workers.tf_adapter.tensor_access import Array
 
@@ -21,27 +21,27 @@ __all__ = ["Lane", "Lanes"]
 
 
 class Lane:
-    """A replica beside the one whose recorder and outlet are the hook's own."""
+    """A replica beside the one whose recorder and session are the hook's own."""
 
     def __init__(
         self,
         replica: int,
-        outlet: Outlet[Array],
+        session: CaptureSession[Array],
         recorder: Recorder[Array],
         describe: Callable[[str], Collections],
     ) -> None:
         self.replica = replica
-        self.outlet, self.recorder, self._describe = outlet, recorder, describe
+        self.session, self.recorder, self._describe = session, recorder, describe
         self.described = False
 
     def begin(self, ref: StepRef, plan: StepPlan) -> None:
         self.recorder.finish()
-        sink = self.outlet.open()
+        sink = self.session.open()
         if sink is None:
             return
         if not self.described:
             self.described = True
-            worker = worker_name(self.outlet.identity.rank)
+            worker = worker_name(self.session.identity.rank)
             sink.describe(collections_key(worker), msgspec.json.encode(self._describe(worker)))
         self.recorder.begin(sink, ref, plan)
 
@@ -58,7 +58,7 @@ class Lanes:
     @property
     def is_reentrant_call(self) -> bool:
         """Whether who asks is a signal handler in the middle of a save of another than the first."""
-        return any(lane.outlet.is_reentrant_call for lane in self.others)
+        return any(lane.session.is_reentrant_call for lane in self.others)
 
     def begin(self) -> None:
         ref, plan = self.first.ref, self.first.plan
@@ -89,7 +89,7 @@ class Lanes:
     def close(self) -> None:
         """The step has all that it brings."""
         for recorder in (self.first, *(lane.recorder for lane in self.others)):
-            recorder.cut = ""
+            recorder.incomplete_reason = ""
             recorder.close()
 
     def finish(self) -> None:
@@ -104,4 +104,4 @@ class Lanes:
     def abandon(self) -> None:
         for lane in self.others:
             lane.recorder.abandon()
-            lane.outlet.abandon()
+            lane.session.abandon()

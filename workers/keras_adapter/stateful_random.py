@@ -12,7 +12,7 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any
 
-from smdist.workers.hook.error_policy import Mishaps
+from smdist.workers.hook.error_policy import ErrorPolicy
 from smdist.workers.keras_adapter.phase import one_by_one, steps_per_execution
 from smdist.workers.keras_adapter.step_function import Outcome, StepFunction, run_or_plain
 from smdist.workers.keras_adapter.taps import NOTHING, Wants, covers
@@ -35,7 +35,7 @@ class OneFunction:
         """`wants`: what `function` tells of its inside."""
         self._model, self._kind = model, kind
         self.function, self._wants = function, wants
-        self._hearers: list[Mishaps] = []
+        self._hearers: list[ErrorPolicy] = []
 
     def __call__(self, source: Any) -> Any:
         steps = steps_per_execution(self._model)
@@ -51,14 +51,14 @@ class OneFunction:
     def _plain(self) -> StepFunction:
         return StepFunction(self._model, self._kind, None, turn=turn_after(self))
 
-    def heard_by(self, mishaps: list[Mishaps]) -> None:
+    def heard_by(self, errors: list[ErrorPolicy]) -> None:
         """Of the hooks that look into it from now on."""
-        self._hearers = mishaps
-        self.function.heard_by(mishaps[0] if mishaps else None)
+        self._hearers = errors
+        self.function.heard_by(errors[0] if errors else None)
 
-    def let_go(self, mishaps: Mishaps) -> None:
+    def let_go(self, errors: ErrorPolicy) -> None:
         """Of a hook that looks no more."""
-        self.heard_by([one for one in self._hearers if one is not mishaps])
+        self.heard_by([one for one in self._hearers if one is not errors])
 
     def covers(self, wants: Wants, optimizers: list[Any]) -> bool:
         """Does it tell all that, of the gradients of these?"""
@@ -66,9 +66,9 @@ class OneFunction:
         return covers(self._wants, wants) and seen.issuperset(map(id, optimizers))
 
 
-def cannot_look(hearers: list[Mishaps], error: Exception, kind: str, model: Any) -> None:
-    for mishaps in hearers:
-        mishaps.handle(error, f"looking into the {kind} step of {model.name}")
+def cannot_look(hearers: list[ErrorPolicy], error: Exception, kind: str, model: Any) -> None:
+    for errors in hearers:
+        errors.on_exception(error, f"looking into the {kind} step of {model.name}")
 
 
 def example(source: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import tensorflow as tf
 
-from smdist.workers.hook.error_policy import Mishaps
+from smdist.workers.hook.error_policy import ErrorPolicy
 from smdist.workers.keras_adapter.taps import Taps
 from smdist.workers.tf_adapter.tensor_access import unconverted
 
@@ -93,10 +93,10 @@ class StepFunction:
     def traces(self) -> int:
         return 0 if self.eager else int(self._function.experimental_get_tracing_count())
 
-    def heard_by(self, mishaps: Mishaps | None) -> None:
+    def heard_by(self, errors: ErrorPolicy | None) -> None:
         """Who is told what goes wrong while it is traced."""
         if self._taps is not None:
-            self._taps.mishaps = mishaps
+            self._taps.errors = errors
 
     def trace(self, like: Any) -> Any:
         """Trace the step for batches like that, or for batches that are described so, and run

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from smdist.workers.hook.error_policy import Mishaps
+from smdist.workers.hook.error_policy import ErrorPolicy
 from smdist.workers.keras_adapter.recording import Recording
 from smdist.workers.keras_adapter.stateful_random import (
     OneFunction,
@@ -42,8 +42,8 @@ __all__ = ["Inside"]
 
 
 class Inside:
-    def __init__(self, recording: Recording, mishaps: Mishaps) -> None:
-        self.recording, self._mishaps = recording, mishaps
+    def __init__(self, recording: Recording, errors: ErrorPolicy) -> None:
+        self.recording, self._errors = recording, errors
         self._doubt = ""  # to be told if the step runs: if it does not, the script is told why
 
     # -- steps --------------------------------------------------------------------------------
@@ -73,8 +73,8 @@ class Inside:
             note_turn(phase.original, ran.turn + 1)  # what it drew is not to be drawn again
         return found
 
-    def _hearers(self, others: Sequence[Inside]) -> list[Mishaps]:
-        return [one._mishaps for one in (self, *others)]
+    def _hearers(self, others: Sequence[Inside]) -> list[ErrorPolicy]:
+        return [one._errors for one in (self, *others)]
 
     def _own(self, phase: Phase, wants: Wants | None, others: Sequence[Inside]) -> StepFunction:
         model, optimizers = phase.model, self._looked_at(phase.model, wants, others)
@@ -85,7 +85,7 @@ class Inside:
         if function is None or basis is not phase.original:
             taps = None
             if wants is not None:
-                taps = Taps(self.recording.names(model), wants, self._mishaps)
+                taps = Taps(self.recording.names(model), wants, self._errors)
             turn = turn_after(phase.original)
             function = StepFunction(model, phase.kind, taps, optimizers, turn)
             functions[key] = phase.original, function
@@ -123,7 +123,7 @@ class Inside:
     def step_ran(self) -> None:
         if self._doubt:
             doubt, self._doubt = self._doubt, ""
-            self._mishaps.trouble(doubt)
+            self._errors.warn_once(doubt)
 
     def _examine(self, phase: Phase, source: Any, others: Sequence[Inside]) -> None:
         model, kind, like = phase.model, phase.kind, example(source)
@@ -165,7 +165,7 @@ class Inside:
                 _run_once(model, inputs)
         except Exception as error:  # noqa: BLE001 (the step itself will tell)
             why = _in_brief(error)
-            self._mishaps.trouble(f"the weights of {model.name} before its first step: {why}")
+            self._errors.warn_once(f"the weights of {model.name} before its first step: {why}")
 
     def _complete(self, model: Any, like: Any) -> None:
         """The same for one that is only marked as built. It may as well be one that is never called,

@@ -28,7 +28,7 @@ import tensorflow as tf
 from smdist.config import CollectionManager
 from smdist.config.collection import CollectionKeys
 from smdist.identity import ModeKeys
-from smdist.workers.hook.error_policy import Mishaps
+from smdist.workers.hook.error_policy import ErrorPolicy
 from smdist.workers.hook.recorder import Recorder
 from smdist.workers.hook.step_clock import StepClock
 from smdist.workers.keras_adapter.recording import Recording
@@ -87,12 +87,12 @@ class Tapes:
         clock: StepClock,
         recorder: Recorder[Array],
         manager: CollectionManager,
-        mishaps: Mishaps,
+        errors: ErrorPolicy,
         in_fit: Callable[[], bool],
     ) -> None:
         """`in_fit`: is a step of `fit` running, which this hook counts and captures?"""
         self._recording, self._clock, self._manager = recording, clock, manager
-        self._recorder, self._mishaps, self._in_fit = recorder, mishaps, in_fit
+        self._recorder, self._errors, self._in_fit = recorder, errors, in_fit
         self._taps: Taps | None = None
         self._tapped = ExitStack()
         self._tapes: _Tapes = []  # of the step, in an eager loop
@@ -106,17 +106,17 @@ class Tapes:
             if self._in_fit():
                 return tape
             if _replicas() > 1:
-                self._mishaps.trouble(
+                self._errors.warn_once(
                     "a loop of the script's own over several replicas is not captured"
                 )
             elif tf.executing_eagerly():
                 self._wrap_eager(tape)
             elif compiled():
-                self._mishaps.trouble(_COMPILED)
+                self._errors.warn_once(_COMPILED)
             else:
                 self._wrap_traced(tape)
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._mishaps.handle(error, "wrapping a tape")
+            self._errors.on_exception(error, "wrapping a tape")
         return tape
 
     def uninstall(self) -> None:
@@ -145,7 +145,7 @@ class Tapes:
             if self._clock.step != before:  # `hook.step()` may not have ended the last one yet
                 self._taken, self._loose = set(), LooseNames()
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._mishaps.handle(error, "beginning a step")
+            self._errors.on_exception(error, "beginning a step")
         return True
 
     # -- what is captured ---------------------------------------------------------------------
@@ -190,7 +190,7 @@ class Tapes:
         taken = [] if names is None else [named.path for named in names.variables]
         given = iter(loose.paths(unknown, taken))
         if loose.numbered:
-            self._mishaps.trouble(
+            self._errors.warn_once(
                 "several variables of a step have the same name, and are numbered (one is saved as "
                 f"{loose.numbered[0]}); give their layers different names"
             )
@@ -226,10 +226,10 @@ class Tapes:
             watch(tape, self._untap, self._save_eager, synced=self._recording.synced)
 
     def _save_start(self) -> None:
-        cut = self._recorder.risk(_CUT)
+        cut = self._recorder.hold_incomplete(_CUT)
         variables = self._at_start()
         self._offer_variables([n.name for n in variables], [n.variable for n in variables])
-        self._recorder.cut = cut
+        self._recorder.incomplete_reason = cut
 
     def _tap(self) -> None:
         names, plan = self._recording.registered_names(), self._recorder.plan
@@ -238,7 +238,7 @@ class Tapes:
         nothing = frozenset[str]()
         wants = self._recording.wants(plan, names)._replace(gradients=nothing, synced=nothing)
         if any(wants):
-            self._taps = Taps(names, wants, self._mishaps)
+            self._taps = Taps(names, wants, self._errors)
             self._taps.begin(None)
             self._tapped.enter_context(self._taps.installed([]))
 
@@ -248,17 +248,17 @@ class Tapes:
         self._tapped.close()
         if taps is None:
             return
-        cut = self._recorder.risk(_CUT)
+        cut = self._recorder.hold_incomplete(_CUT)
         try:
             seen = taps.end()
             if self._recorder.recording:
                 self._offer(seen, seen.values())
-            self._recorder.cut = cut
+            self._recorder.incomplete_reason = cut
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._mishaps.handle(error, "capturing layers")
+            self._errors.on_exception(error, "capturing layers")
 
     def _save_eager(self, target: Any, sources: Any, gradients: Any) -> None:
-        self._recorder.risk(_CUT)
+        self._recorder.hold_incomplete(_CUT)
         try:
             if self._recorder.recording:
                 found = self._found(target, sources, gradients, self._loose, self._taken)
@@ -266,7 +266,7 @@ class Tapes:
                 self._offer_variables(found.variables, found.variables.values())
                 self._recording.close()
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._mishaps.handle(error, "capturing gradients")
+            self._errors.on_exception(error, "capturing gradients")
 
     # -- in a traced function -----------------------------------------------------------------
 
@@ -296,11 +296,11 @@ class Tapes:
         def save(target: Any, sources: Any, gradients: Any) -> None:
             try:
                 if compiled():
-                    self._mishaps.trouble(_COMPILED)
+                    self._errors.warn_once(_COMPILED)
                     return
                 self._tell(step, self._found(target, sources, gradients, step.loose, step.started))
             except Exception as error:  # noqa: BLE001 (the policy decides)
-                self._mishaps.handle(error, "tracing gradients")
+                self._errors.on_exception(error, "tracing gradients")
 
         return save
 
@@ -321,15 +321,15 @@ class Tapes:
     def _save_traced(
         self, computed: list[str], variables: list[str], arrays: tuple[Array, ...]
     ) -> Any:
-        cut = self._recorder.risk(_CUT)
+        cut = self._recorder.hold_incomplete(_CUT)
         try:
             self._offer(computed, arrays[: len(computed)])
             self._offer_variables(variables, arrays[len(computed) :])
-            self._recorder.cut = cut
+            self._recorder.incomplete_reason = cut
             if computed:
                 self._recording.close()
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._mishaps.handle(error, "capturing a step")
+            self._errors.on_exception(error, "capturing a step")
         return np.bool_(True)
 
 

@@ -19,7 +19,7 @@ from smdist.errors import CaptureError
 from smdist.format.dtypes import dtype_code
 from smdist.planning import Planner
 from smdist.workers import horovod_support as horovod
-from smdist.workers.hook.error_policy import Mishaps
+from smdist.workers.hook.error_policy import ErrorPolicy
 from smdist.workers.keras_adapter.variable_names import Names, gradient_name
 from smdist.workers.tf_adapter.tensor_access import flat_tensors, forms_beside, unconverted
 
@@ -124,9 +124,9 @@ class Anywhere:
 
 
 class Taps:
-    def __init__(self, names: Names, wants: Wants, mishaps: Mishaps | None) -> None:
-        """`mishaps` are those of the hook that looks; none: nobody does any more."""
-        self._names, self._wants, self.mishaps = names, wants, mishaps
+    def __init__(self, names: Names, wants: Wants, errors: ErrorPolicy | None) -> None:
+        """`errors` are those of the hook that looks; none: nobody does any more."""
+        self._names, self._wants, self.errors = names, wants, errors
         self._seeing = threading.local()  # replicas are traced on threads of their own
         self._applied = False  # was any gradient, by an optimizer that is looked at?
 
@@ -280,12 +280,12 @@ class Taps:
             self._handle(error, "looking for gradients")
 
     def _trouble(self, message: str) -> None:
-        if self.mishaps is not None:
-            self.mishaps.trouble(message)
+        if self.errors is not None:
+            self.errors.warn_once(message)
 
     def _handle(self, error: Exception, doing: str) -> None:
-        if self.mishaps is not None:
-            self.mishaps.handle(error, doing)
+        if self.errors is not None:
+            self.errors.on_exception(error, doing)
 
     def _storable(self, name: str, tensor: Any) -> bool:
         try:

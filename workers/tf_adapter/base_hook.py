@@ -20,10 +20,10 @@ from smdist.config.readers import number, text
 from smdist.config.reduction_config import ReductionConfig
 from smdist.config.save_config import SaveConfig
 from smdist.workers.hook.base import CLOSE_TIMEOUT_S, BaseHook
-from smdist.workers.hook.process_settings import Whereabouts
+from smdist.workers.hook.process_settings import ProcessSettings
 from smdist.workers.tf_adapter.collection import Collection
 from smdist.workers.tf_adapter.graph_callbacks import compiled, tell
-from smdist.workers.tf_adapter.tensor_access import Array, array_of, reading, unconverted
+from smdist.workers.tf_adapter.tensor_access import Array, array_of, tensor_adapter, unconverted
 
 __all__ = ["TensorflowHook"]
 
@@ -83,7 +83,7 @@ class TensorflowHook(BaseHook[Array]):
             resume=resume,
             stage_gradients=stage_gradients,
         )
-        where = Whereabouts.read(rank, world_size, attempt, spool_dir)
+        where = ProcessSettings.read(rank, world_size, attempt, spool_dir)
         timeout_s = min(number("close_timeout_s", close_timeout_s, finite=False), TIMEOUT_MAX)
         self._build(config, where, timeout_s)
 
@@ -93,15 +93,15 @@ class TensorflowHook(BaseHook[Array]):
         platform's."""
         hook = cls.__new__(cls)
         config = HookConfig.from_file(cls._framework, json_file_path)
-        hook._build(config, Whereabouts(), CLOSE_TIMEOUT_S)
+        hook._build(config, ProcessSettings(), CLOSE_TIMEOUT_S)
         return hook
 
     hook_from_config = create_from_json_file
 
-    def _build(self, config: HookConfig, where: Whereabouts, close_timeout_s: float) -> None:
+    def _build(self, config: HookConfig, where: ProcessSettings, close_timeout_s: float) -> None:
         self._where = where
         self._outputs: tuple[int, dict[str, int]] = (-1, {})  # recorded by name, of a step
-        self._set_up(config, reading(), Collection, where, close_timeout_s)
+        self._set_up(config, tensor_adapter(), Collection, where, close_timeout_s)
 
     def get_collection(self, name: str, create: bool = True) -> Collection:
         """The collection of that name, created if it is missing; changes hold from the next step."""
@@ -121,7 +121,7 @@ class TensorflowHook(BaseHook[Array]):
         """
         tensor_name = text("tensor_name", tensor_name)
         if not self._active:
-            self._tell_if_closed()
+            self._warn_if_closed()
             return
         if _in_function():
             self._hand_over(tensor_name, tensor_value, lambda v: self._record(tensor_name, v))
@@ -144,7 +144,7 @@ class TensorflowHook(BaseHook[Array]):
             if plan.wants(name) is not None:
                 self._recorder.offer(name, array_of(value))
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._mishaps.handle(error, f"recording {base}")
+            self._errors.on_exception(error, f"recording {base}")
 
     @unconverted
     def _save(
@@ -169,12 +169,12 @@ class TensorflowHook(BaseHook[Array]):
             if not self._told_why_not(name):
                 tell([tf.convert_to_tensor(value)], listen)
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._mishaps.handle(error, f"saving {name}")
+            self._errors.on_exception(error, f"saving {name}")
 
     def _told_why_not(self, name: str) -> bool:
         why = self._out_of_reach()
         if why:
-            self._mishaps.trouble(f"{name} is not saved: {why}")
+            self._errors.warn_once(f"{name} is not saved: {why}")
         return bool(why)
 
     def _out_of_reach(self) -> str:

@@ -24,7 +24,7 @@ from smdist.errors import CaptureError, ConfigurationError
 from smdist.format.dtypes import dtype_code
 from smdist.identity import ModeKeys
 from smdist.planning import StepPlan
-from smdist.workers.hook.process_settings import Whereabouts
+from smdist.workers.hook.process_settings import ProcessSettings
 from smdist.workers.tf_adapter.base_hook import TensorflowHook
 from smdist.workers.tf_adapter.tensor_access import array_of
 
@@ -36,7 +36,7 @@ v1: Any = tf.compat.v1
 class SessionHook(TensorflowHook, tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
     _framework = TENSORFLOW_GRAPH
 
-    def _build(self, config: HookConfig, where: Whereabouts, close_timeout_s: float) -> None:
+    def _build(self, config: HookConfig, where: ProcessSettings, close_timeout_s: float) -> None:
         self._graph: Any = None
         self._variables: dict[str, Any] = {}
         # Estimators make a graph, and with it an optimizer, for every call: none is to be kept by us.
@@ -54,7 +54,7 @@ class SessionHook(TensorflowHook, tf.compat.v1.train.SessionRunHook):  # type: i
             raise ConfigurationError(
                 f"wrap_optimizer takes a tf.compat.v1.train.Optimizer, not {optimizer!r}"
             )
-        self._tell_if_closed()
+        self._warn_if_closed()
         if self._active and all(known() is not optimizer for known in self._optimizers):
             self._watch(optimizer)
         return optimizer
@@ -82,7 +82,7 @@ class SessionHook(TensorflowHook, tf.compat.v1.train.SessionRunHook):  # type: i
             try:
                 self._add_gradients(pairs, computed)
             except Exception as error:  # noqa: BLE001 (the policy decides)
-                self._mishaps.handle(error, "looking at gradients")
+                self._errors.on_exception(error, "looking at gradients")
 
     def _add_gradients(self, pairs: Iterable[tuple[Any, Any]], computed: bool) -> None:
         gradients = self.get_collection(CollectionKeys.GRADIENTS)
@@ -104,7 +104,7 @@ class SessionHook(TensorflowHook, tf.compat.v1.train.SessionRunHook):  # type: i
         try:
             self._look_at(v1.get_default_graph())
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._mishaps.handle(error, "looking at the graph")
+            self._errors.on_exception(error, "looking at the graph")
 
     def _look_at(self, graph: Any) -> None:
         self._graph = graph
@@ -136,7 +136,7 @@ class SessionHook(TensorflowHook, tf.compat.v1.train.SessionRunHook):  # type: i
         data is no step."""
         clock = self._clock
         self._held = {}
-        if not self._active or clock.quiet > 0:
+        if not self._active or clock.idle_forwards_left > 0:
             return None
         try:
             coming = clock.ref.mode_step + clock.has_step
@@ -150,27 +150,27 @@ class SessionHook(TensorflowHook, tf.compat.v1.train.SessionRunHook):  # type: i
             fetched = self._wanted(plan, args.fetches, args.feed_dict or {})
             return v1.train.SessionRunArgs(fetched) if fetched else None
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._mishaps.handle(error, f"the step after {clock.step}")
+            self._errors.on_exception(error, f"the step after {clock.step}")
             return None
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
         clock = self._clock
         if not self._active:
             return
-        if clock.quiet > 0:
-            clock.quiet -= 1
+        if clock.idle_forwards_left > 0:
+            clock.idle_forwards_left -= 1
             return
         try:
             if clock.forward():
-                self._attend()
+                self._on_step_start()
             if self._recorder.plan is not None:
                 found = {**self._held, **(run_values.results or {})}
                 arrays = [array_of(value) for value in found.values()]
                 self._recorder.offer_many(tuple(found), arrays)
-                self._recorder.cut = ""
+                self._recorder.incomplete_reason = ""
                 self._recorder.close()
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._mishaps.handle(error, f"step {clock.step}")
+            self._errors.on_exception(error, f"step {clock.step}")
 
     def end(self, session: Any) -> None:
         """The session is over; another may follow. The hook stays open for it."""
@@ -216,10 +216,10 @@ class SessionHook(TensorflowHook, tf.compat.v1.train.SessionRunHook):  # type: i
 
     # -- end ----------------------------------------------------------------------------------
 
-    def _under_way(self) -> str:
+    def _incomplete_reason(self) -> str:
         return "an exception interrupted the capture of what its run computed"
 
-    def _forget(self) -> None:
+    def _on_config_change(self) -> None:
         self._fetched.clear()
 
     def _uninstall(self) -> None:

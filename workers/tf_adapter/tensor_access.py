@@ -23,7 +23,7 @@ __all__ = [
     "forms_beside",
     "is_layer",
     "is_variable",
-    "reading",
+    "tensor_adapter",
     "tf_variable",
     "unconverted",
 ]
@@ -89,7 +89,7 @@ def _describe(value: Array) -> tuple[str, tuple[int, ...], int]:
     return dtype_code(value.dtype), value.shape, value.nbytes
 
 
-def reading() -> TensorAdapter[Array]:
+def tensor_adapter() -> TensorAdapter[Array]:
     return TensorAdapter(NumpyAccess(), _describe, array_of, _copy)
 
 

@@ -95,8 +95,8 @@ class Counting(Callback):
     @untraced
     def __call__(self, *arguments: Any) -> None:
         clock = self.clock
-        if clock.quiet > 0:
+        if clock.idle_forwards_left > 0:
             if _graph_task() == -1:
-                clock.quiet -= 1
+                clock.idle_forwards_left -= 1
         else:
             self.function(*arguments)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from smdist.workers.hook.error_policy import Mishaps
+from smdist.workers.hook.error_policy import ErrorPolicy
 from smdist.workers.torch_adapter.callbacks import Callback, untraced
 from smdist.workers.torch_adapter.module_names import compiled, layers
 
@@ -81,8 +81,8 @@ def _nothing(*_: Any) -> None:
 
 
 class CompiledParts:
-    def __init__(self, mishaps: Mishaps) -> None:
-        self._mishaps = mishaps
+    def __init__(self, errors: ErrorPolicy) -> None:
+        self._errors = errors
         self._handles: list[RemovableHandle] = []
         self._swapped: list[tuple[nn.Module, object]] = []
         self._entered: dict[int, list[AbstractContextManager[object]]] = {}
@@ -104,7 +104,7 @@ class CompiledParts:
     def _watch(self, part: nn.Module) -> None:
         stance: Stance | None = getattr(torch.compiler, "set_stance", None)
         if stance is None:
-            self._mishaps.trouble("submodules of a compiled module need torch 2.6 to be captured")
+            self._errors.warn_once("submodules of a compiled module need torch 2.6 to be captured")
             return
         enter = Callback(partial(self._enter, id(part), stance))
         leave = Callback(partial(self._leave, id(part)))
@@ -116,7 +116,7 @@ class CompiledParts:
             context = stance("force_eager")
             context.__enter__()
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._mishaps.handle(error, "running a compiled module as it is written")
+            self._errors.on_exception(error, "running a compiled module as it is written")
         else:
             self._entered.setdefault(part, []).append(context)
 

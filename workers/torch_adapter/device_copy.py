@@ -1,4 +1,4 @@
-"""Reading tensors that are in a device's memory, without making training wait.
+"""TensorAdapter tensors that are in a device's memory, without making training wait.
 
 Not run by the tests of this repository, which have no device: kept small for that reason.
 

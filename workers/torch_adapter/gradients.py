@@ -26,7 +26,7 @@ from smdist.errors import CaptureError
 from smdist.planning import StepPlan, TensorPlan
 from smdist.workers import horovod_support as horovod
 from smdist.workers.capture.part_plan import PartPlan
-from smdist.workers.hook.error_policy import Mishaps
+from smdist.workers.hook.error_policy import ErrorPolicy
 from smdist.workers.hook.recorder import Recorder
 from smdist.workers.torch_adapter.callbacks import Callback
 from smdist.workers.torch_adapter.module_names import NamedParameter
@@ -58,32 +58,32 @@ class Gradients:
     def __init__(
         self,
         recorder: Recorder[Value],
-        mishaps: Mishaps,
+        errors: ErrorPolicy,
         synced: bool,
         arrived: Callable[[Hashable], None],
     ) -> None:
         """`arrived` is told the token of whatever has been captured."""
-        self._recorder, self._mishaps, self._arrived = recorder, mishaps, arrived
+        self._recorder, self._errors, self._arrived = recorder, errors, arrived
         self._synced = synced
         self._wanted: dict[int, _Wanted] = {}
         self._known: dict[StepPlan, tuple[list[NamedParameter], list[bool], dict[int, _Wanted]]]
         self._known = {}
         self._handles: dict[int, RemovableHandle] = {}
         self._queued_for = -1
-        self._came = False  # any of them, in this step
+        self._any_received = False  # any of them, in this step
 
     @property
-    def awaited(self) -> bool:
+    def pending(self) -> bool:
         """Does the step want gradients, and has no backward pass brought one?"""
-        return bool(self._wanted) and not self._came
+        return bool(self._wanted) and not self._any_received
 
     def arm(self, entries: list[NamedParameter], optimizers: Iterable[Any]) -> list[Hashable]:
         """Watch what the step's plan wants; the tokens that will arrive."""
         at_optimizer = [id(optimizer) for optimizer in optimizers] if self._synced else []
         self._wanted = self._wanted_of(entries)
-        self._came = False
+        self._any_received = False
         if self._wanted and self._synced and not at_optimizer and horovod.is_running("torch"):
-            self._mishaps.trouble(
+            self._errors.warn_once(
                 "gradients are not captured: Horovod reduces them until its optimizer steps, and "
                 "stage_gradients='synced' has to be told which one; call "
                 "hook.register_optimizer(optimizer)"
@@ -123,9 +123,9 @@ class Gradients:
         for key in self._handles.keys() - wanted.keys():
             self._handles.pop(key).remove()
         for key in wanted.keys() - self._handles.keys():
-            self._handles[key] = self._hang(wanted[key])
+            self._handles[key] = self._register_hook(wanted[key])
 
-    def _hang(self, wanted: _Wanted) -> RemovableHandle:
+    def _register_hook(self, wanted: _Wanted) -> RemovableHandle:
         watched: Any = wanted.parameter  # the method is untyped
         if is_lazy(watched):  # takes no hooks until its module has run
             body = Callback(partial(self._on_shaped, id(watched)))
@@ -140,9 +140,9 @@ class Gradients:
             return
         try:
             self._handles.pop(key).remove()
-            self._handles[key] = self._hang(wanted)
+            self._handles[key] = self._register_hook(wanted)
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._mishaps.handle(error, f"waiting for {wanted.name}")
+            self._errors.on_exception(error, f"waiting for {wanted.name}")
 
     # -- during backward ----------------------------------------------------------------------
 
@@ -151,9 +151,9 @@ class Gradients:
         wanted = self._wanted.get(key)
         if wanted is None or recorder.plan is None:
             return
-        self._came = True
-        if not recorder.cut:
-            self._watch_the_end()
+        self._any_received = True
+        if not recorder.incomplete_reason:
+            self._mark_until_backward_ends()
         try:
             gradient, part = parameter.grad, wanted.part
             # As last time, and plain: all that `_save_one` would find out.
@@ -172,17 +172,17 @@ class Gradients:
             else:
                 self._arrived(key)
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._mishaps.handle(error, f"capturing {wanted.name}")
+            self._errors.on_exception(error, f"capturing {wanted.name}")
 
-    def _watch_the_end(self) -> None:
+    def _mark_until_backward_ends(self) -> None:
         """Backward has begun: the step is not whole until it has ended."""
         with suppress(RuntimeError):  # where autograd itself is compiled
-            Variable._execution_engine.queue_callback(self._ended)
-            self._recorder.cut = _CUT
+            Variable._execution_engine.queue_callback(self._on_backward_end)
+            self._recorder.incomplete_reason = _CUT
 
-    def _ended(self) -> None:
-        if self._recorder.cut == _CUT:
-            self._recorder.cut = ""
+    def _on_backward_end(self) -> None:
+        if self._recorder.incomplete_reason == _CUT:
+            self._recorder.incomplete_reason = ""
 
     def _save_one(self, wanted: _Wanted) -> None:
         gradient = self._read(wanted)
@@ -201,7 +201,7 @@ class Gradients:
         try:
             return readable(gradient)
         except CaptureError as error:
-            self._mishaps.trouble(f"{wanted.name} was not captured: {error}")
+            self._errors.warn_once(f"{wanted.name} was not captured: {error}")
             return None
 
     def _on_synced(self, parameter: torch.Tensor) -> None:
@@ -209,8 +209,8 @@ class Gradients:
         if task == self._queued_for:
             return
         self._queued_for = task
-        if not self._recorder.cut:
-            self._watch_the_end()
+        if not self._recorder.incomplete_reason:
+            self._mark_until_backward_ends()
         # Callbacks run in order. Whoever reduces gradients has queued its own by the time ours
         # runs, so the one that is queued from there comes after it.
         queue: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
@@ -226,14 +226,14 @@ class Gradients:
             return
         if horovod.awaits_reduction(optimizer):
             return
-        self._came = True
-        cut = self._recorder.risk(_CUT)
+        self._any_received = True
+        cut = self._recorder.hold_incomplete(_CUT)
         try:
             self._save_many(self._of(optimizer))
-            self._recorder.cut = cut
+            self._recorder.incomplete_reason = cut
             self._arrived((_END, 0 if optimizer is None else id(optimizer)))
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._mishaps.handle(error, "capturing reduced gradients")
+            self._errors.on_exception(error, "capturing reduced gradients")
 
     def _of(self, optimizer: Any) -> Iterable[_Wanted]:
         if optimizer is None:

@@ -29,7 +29,7 @@ from smdist.config.save_config import SaveConfig
 from smdist.errors import ConfigurationError
 from smdist.workers.capture.tensor_access import to_little_endian
 from smdist.workers.hook.base import CLOSE_TIMEOUT_S, BaseHook
-from smdist.workers.hook.process_settings import Whereabouts
+from smdist.workers.hook.process_settings import ProcessSettings
 from smdist.workers.hook.step_clock import StepOn
 from smdist.workers.hook.user_values import TensorAdapter
 from smdist.workers.torch_adapter.collection import Collection
@@ -90,7 +90,7 @@ class Hook(BaseHook[Value]):
             resume=resume,
             stage_gradients=stage_gradients,
         )
-        where = Whereabouts.read(rank, world_size, attempt, spool_dir)
+        where = ProcessSettings.read(rank, world_size, attempt, spool_dir)
         timeout_s = min(number("close_timeout_s", close_timeout_s, finite=False), TIMEOUT_MAX)
         self._build(config, where, timeout_s)
 
@@ -99,7 +99,9 @@ class Hook(BaseHook[Value]):
         """From `json_file_path`, else the file that SMDEBUG_CONFIG_FILE_PATH names, else the
         platform's."""
         hook = cls.__new__(cls)
-        hook._build(HookConfig.from_file(PYTORCH, json_file_path), Whereabouts(), CLOSE_TIMEOUT_S)
+        hook._build(
+            HookConfig.from_file(PYTORCH, json_file_path), ProcessSettings(), CLOSE_TIMEOUT_S
+        )
         return hook
 
     hook_from_config = create_from_json_file
@@ -109,7 +111,11 @@ class Hook(BaseHook[Value]):
         return _silent, (type(self), self.out_dir)
 
     def _build(
-        self, config: HookConfig, where: Whereabouts, close_timeout_s: float, silent: bool = False
+        self,
+        config: HookConfig,
+        where: ProcessSettings,
+        close_timeout_s: float,
+        silent: bool = False,
     ) -> None:
         reading: TensorAdapter[Value] = TensorAdapter(TorchAccess(), describe, _value, _copy)
         self._set_up(config, reading, Collection, where, close_timeout_s, silent)
@@ -118,9 +124,9 @@ class Hook(BaseHook[Value]):
             self._planner,
             self._manager,
             self._recorder,
-            self._mishaps,
+            self._errors,
             config.stage_gradients == "synced",
-            self._attend,
+            self._on_step_start,
         )
 
     # -- registering --------------------------------------------------------------------------
@@ -167,32 +173,32 @@ class Hook(BaseHook[Value]):
     def record_tensor_value(self, tensor_name: str, tensor_value: torch.Tensor) -> None:
         """Treat a tensor as the output of a module of that name: `<tensor_name>_output_0`."""
         tensor_name = text("tensor_name", tensor_name)
-        self._tell_if_closed()
+        self._warn_if_closed()
         if self._active:
             self._recording.modules.record(tensor_name, "output", tensor_value)
 
     # -- the course of a step -----------------------------------------------------------------
 
-    def _begin_step(self) -> None:
+    def _on_capture_step(self) -> None:
         self._recording.begin()
 
-    def _under_way(self) -> str:
+    def _incomplete_reason(self) -> str:
         return self._recording.under_way
 
-    def _rest(self, next_due: int) -> None:
+    def _on_idle_step(self, next_due: int) -> None:
         self._recording.rest(next_due)
 
-    def _unfinished(self) -> bool:
+    def _awaits_gradients(self) -> bool:
         return self._recording.unfinished
 
-    def _forget(self) -> None:
+    def _on_config_change(self) -> None:
         self._recording.forget()
 
-    def _step_began(self) -> None:
-        self._recording.unseen.seen()
+    def _on_reported_step(self) -> None:
+        self._recording.missed_calls.stop()
 
-    def _ends(self) -> None:
-        self._recording.unseen.at_end()
+    def _on_close(self) -> None:
+        self._recording.missed_calls.report_at_end()
 
     def _uninstall(self) -> None:
         self._recording.uninstall()
@@ -201,7 +207,7 @@ class Hook(BaseHook[Value]):
 def _silent(kind: type[Hook], out_dir: str) -> Hook:
     hook = kind.__new__(kind)
     config = HookConfig.from_arguments(PYTORCH, out_dir=out_dir)
-    hook._build(config, Whereabouts(), CLOSE_TIMEOUT_S, silent=True)
+    hook._build(config, ProcessSettings(), CLOSE_TIMEOUT_S, silent=True)
     return hook
 
 

@@ -14,17 +14,17 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from smdist.workers.hook.error_policy import Mishaps
+from smdist.workers.hook.error_policy import ErrorPolicy
 from smdist.workers.torch_adapter.callbacks import Callback
 
-__all__ = ["Unseen"]
+__all__ = ["MissedCallDetector"]
 
 _ENOUGH = 2  # backward passes: of the first one the forward may have run before registering
 
 
-class Unseen:
-    def __init__(self, mishaps: Mishaps) -> None:
-        self._mishaps = mishaps
+class MissedCallDetector:
+    def __init__(self, errors: ErrorPolicy) -> None:
+        self._errors = errors
         self._name = ""
         self._passes = 0
         self._handle: RemovableHandle | None = None
@@ -42,7 +42,7 @@ class Unseen:
                 body = Callback(self._on_gradient)
                 self._handle = parameter.register_post_accumulate_grad_hook(body)
 
-    def seen(self) -> None:
+    def stop(self) -> None:
         """A step began, or nobody waits for one any more."""
         self._passes = _ENOUGH
         if self._handle is not None:
@@ -52,16 +52,16 @@ class Unseen:
     def _on_gradient(self, _: object) -> None:
         self._passes += 1
         if self._passes == _ENOUGH:
-            self._tell()
+            self._warn()
 
-    def at_end(self) -> None:
+    def report_at_end(self) -> None:
         if self._name and self._passes < _ENOUGH:
-            self._tell()
-        self.seen()
+            self._warn()
+        self.stop()
 
-    def _tell(self) -> None:
+    def _warn(self) -> None:
         name = self._name
-        self._mishaps.trouble(
+        self._errors.warn_once(
             f"no step was seen, and nothing of {name} is captured, because no call of what was "
             "registered came by: the script may call its forward() or a copy of it, or a function "
             "around it that was compiled and ran before; register the module that the script calls, "

@@ -20,7 +20,7 @@ from smdist.config import PYTORCH
 from smdist.config.collection import compile_regex
 from smdist.errors import CaptureError
 from smdist.planning import Planner, StepPlan
-from smdist.workers.hook.error_policy import Mishaps
+from smdist.workers.hook.error_policy import ErrorPolicy
 from smdist.workers.hook.recorder import Recorder
 from smdist.workers.torch_adapter.callbacks import Callback, in_backward, within_compiled
 from smdist.workers.torch_adapter.compiled_modules import CompiledParts
@@ -52,12 +52,12 @@ class Modules:
         self,
         recorder: Recorder[Value],
         planner: Planner,
-        mishaps: Mishaps,
+        errors: ErrorPolicy,
         arrived: Callable[[Hashable], None],
         enter: Callable[[], bool],
     ) -> None:
         """`arrived` is told what has been captured; `enter` says whether what runs now is to be."""
-        self._recorder, self._planner, self._mishaps = recorder, planner, mishaps
+        self._recorder, self._planner, self._errors = recorder, planner, errors
         self._arrived, self._enter = arrived, enter
         self._modules: dict[str, nn.Module] = {}
         self._roots: set[str] = set()
@@ -67,8 +67,8 @@ class Modules:
         self._handles: list[RemovableHandle] = []
         self._counts: dict[tuple[str, str], int] = {}
         self._in_graph: bool | None = None  # was the root of this step called from a graph?
-        self._judged = False
-        self._parts = CompiledParts(mishaps)
+        self._warned_of_skipped_hooks = False
+        self._parts = CompiledParts(errors)
 
     def add(self, named: dict[str, nn.Module], *, root: str = "", loss: bool = False) -> None:
         """`root`: the one among them whose inputs come by `record_inputs`."""
@@ -153,7 +153,7 @@ class Modules:
 
     def arm(self, plan: StepPlan, *, only_losses: bool = False) -> list[Hashable]:
         """Watch what the plan wants; the tokens that will arrive (losses, once each)."""
-        self._judge()
+        self._warn_if_hooks_skipped()
         wanted = self.wanted(plan)
         if only_losses:
             wanted = tuple(watch for watch in wanted if watch.name in self._losses)
@@ -166,7 +166,7 @@ class Modules:
         return [watch.name for watch in wanted if watch.name in self._losses and watch.outputs]
 
     def disarm(self) -> None:
-        self._judge()
+        self._warn_if_hooks_skipped()
         self._parts.disarm()
         for handle in self._handles:
             handle.remove()
@@ -184,7 +184,7 @@ class Modules:
             for part in parts
         ]
 
-    def _judge(self) -> None:
+    def _warn_if_hooks_skipped(self) -> None:
         """The step is over: did a graph that was compiled before run without calling our hooks?
 
         That a module did not run proves nothing by itself; scripts use modules as they like.
@@ -197,9 +197,9 @@ class Modules:
         inside = [watch.name for watch in self._armed if self._is_inside(watch)]
         if not inside or not ran.isdisjoint(inside):
             return
-        self._judged = True
+        self._warned_of_skipped_hooks = True
         others = f" and {len(inside) - 1} more" if len(inside) > 1 else ""
-        self._mishaps.trouble(
+        self._errors.warn_once(
             f"no inputs or outputs came from {inside[0]}{others}; it seems that the model had been "
             "compiled before hooks hung there: register what torch.compile returned, "
             "model = torch.compile(model); hook.register_module(model)"
@@ -227,7 +227,7 @@ class Modules:
             self._arrived(name)
 
     def record_inputs(self, root: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._in_graph is None and not self._judged and self.inside:
+        if self._in_graph is None and not self._warned_of_skipped_hooks and self.inside:
             self._in_graph = not compiled(self._modules[root]) and within_compiled()
         if any(watch.inputs and watch.name == root for watch in self._armed):
             self.record(root, INPUT, (args, kwargs))
@@ -236,11 +236,11 @@ class Modules:
         """The tensors in `value`, under the next numbers of that name in this step."""
         if not self._enter():
             return
-        cut = self._recorder.risk(_CUT)
+        cut = self._recorder.hold_incomplete(_CUT)
         count = self._counts.get((name, side), 0)
         found = tensors_in(value)
         if found.cut:
-            self._mishaps.trouble(
+            self._errors.warn_once(
                 f"not everything among the {side}s of {name} was looked through for tensors: of a "
                 f"sequence without one in its first {MOST_ENTRIES} entries the rest is passed over, "
                 f"and more than {MOST_LOOKS} values that are none are too many"
@@ -253,10 +253,12 @@ class Modules:
                 if plan is not None and plan.wants(full_name) is not None:
                     self._recorder.offer(full_name, readable(tensor))
             except CaptureError as error:
-                self._mishaps.trouble(f"{full_name} was not captured: {error}")
+                self._errors.warn_once(f"{full_name} was not captured: {error}")
             except Exception as error:  # noqa: BLE001 (the policy decides)
-                self._mishaps.handle(error, f"capturing {full_name}")
+                self._errors.on_exception(error, f"capturing {full_name}")
         self._counts[name, side] = count
-        self._recorder.cut = cut
+        self._recorder.incomplete_reason = cut
         if found.error is not None:
-            self._mishaps.handle(found.error, f"looking for tensors among the {side}s of {name}")
+            self._errors.on_exception(
+                found.error, f"looking for tensors among the {side}s of {name}"
+            )

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from smdist.errors import CaptureError
-from smdist.workers.hook.error_policy import Mishaps
+from smdist.workers.hook.error_policy import ErrorPolicy
 from smdist.workers.hook.recorder import Recorder
 from smdist.workers.torch_adapter.callbacks import Callback
 from smdist.workers.torch_adapter.parameters import Parameters
@@ -32,13 +32,13 @@ class Optimizers:
         self,
         recorder: Recorder[Value],
         parameters: Parameters,
-        mishaps: Mishaps,
+        errors: ErrorPolicy,
         arrived: Callable[[Hashable], None],
         before_update: Callable[[Optimizer], None],
         after_update: Callable[[], None],
     ) -> None:
         """`before_update` is called in recorded steps, `after_update` where `mark_steps` says so."""
-        self._recorder, self._parameters, self._mishaps = recorder, parameters, mishaps
+        self._recorder, self._parameters, self._errors = recorder, parameters, errors
         self._arrived = arrived
         self._before_update, self._after_update = before_update, after_update
         self._optimizers: list[Optimizer] = []
@@ -96,13 +96,13 @@ class Optimizers:
     def _before(self, place: int, optimizer: Optimizer, *_: Any) -> None:
         if not self._recorder.recording:
             return
-        cut = self._recorder.risk(_CUT)
+        cut = self._recorder.hold_incomplete(_CUT)
         try:
             found = list(self._variables(place, optimizer))
             self._recorder.offer_many(tuple(n for n, _ in found), [t for _, t in found])
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._mishaps.handle(error, "capturing optimizer variables")
-        self._recorder.cut = cut
+            self._errors.on_exception(error, "capturing optimizer variables")
+        self._recorder.incomplete_reason = cut
         self._before_update(optimizer)
         self._arrived(("optimizer", id(optimizer)))
 
@@ -120,4 +120,4 @@ class Optimizers:
                     try:
                         yield full_name, readable(value)
                     except CaptureError as error:
-                        self._mishaps.trouble(f"{full_name} was not captured: {error}")
+                        self._errors.warn_once(f"{full_name} was not captured: {error}")

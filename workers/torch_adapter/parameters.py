@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from smdist.errors import CaptureError
 from smdist.planning import StepPlan
 from smdist.workers.capture.part_plan import PartPlan
-from smdist.workers.hook.error_policy import Mishaps
+from smdist.workers.hook.error_policy import ErrorPolicy
 from smdist.workers.hook.recorder import Recorder
 from smdist.workers.torch_adapter.module_names import NamedParameter, parameters_of
 from smdist.workers.torch_adapter.tensor_access import Value, readable
@@ -52,9 +52,9 @@ class _Values:
 
 
 class Parameters:
-    def __init__(self, recorder: Recorder[Value], mishaps: Mishaps) -> None:
+    def __init__(self, recorder: Recorder[Value], errors: ErrorPolicy) -> None:
         self.entries: list[NamedParameter] = []
-        self._recorder, self._mishaps = recorder, mishaps
+        self._recorder, self._errors = recorder, errors
         self._roots: list[tuple[nn.Module, str]] = []
         self._names: dict[int, str] = {}
         self._modules: list[nn.Module] = []
@@ -111,7 +111,7 @@ class Parameters:
             try:
                 tensors.append(readable(parameter))
             except CaptureError as error:
-                self._mishaps.trouble(f"{name} was not captured: {error}")
+                self._errors.warn_once(f"{name} was not captured: {error}")
                 continue
             names.append(name)
         done = self._recorder.offer_many(tuple(names), tensors)

@@ -24,13 +24,13 @@ from torch.utils.hooks import RemovableHandle
 from smdist.config import CollectionManager
 from smdist.config.collection import CollectionKeys
 from smdist.planning import NEVER, Planner
-from smdist.workers.hook.error_policy import Mishaps
+from smdist.workers.hook.error_policy import ErrorPolicy
 from smdist.workers.hook.recorder import Recorder
-from smdist.workers.hook.step_clock import AT_ONCE, StepClock, StepOn
+from smdist.workers.hook.step_clock import NEXT_STEP, StepClock, StepOn
 from smdist.workers.torch_adapter.callbacks import Callback, Counting, in_backward, within_compiled
 from smdist.workers.torch_adapter.compiled_modules import stop_outer_graphs, within_outer_graph
 from smdist.workers.torch_adapter.gradients import Gradients
-from smdist.workers.torch_adapter.missed_calls import Unseen
+from smdist.workers.torch_adapter.missed_calls import MissedCallDetector
 from smdist.workers.torch_adapter.module_names import Names, compiled, entrance
 from smdist.workers.torch_adapter.modules import Modules
 from smdist.workers.torch_adapter.optimizers import Optimizers
@@ -56,13 +56,13 @@ class Recording:
         planner: Planner,
         manager: CollectionManager,
         recorder: Recorder[Value],
-        mishaps: Mishaps,
+        errors: ErrorPolicy,
         synced: bool,
-        attend: Callable[[], None],
+        on_step_start: Callable[[], None],
     ) -> None:
-        """`attend` is the hook's: it calls `begin` or `rest`, and sees to everything else."""
+        """`on_step_start` is the hook's: it calls `begin` or `rest`, and sees to everything else."""
         self._clock, self._planner, self._manager = clock, planner, manager
-        self._recorder, self._mishaps, self._attend = recorder, mishaps, attend
+        self._recorder, self._errors, self._on_step_start = recorder, errors, on_step_start
         self._names = Names()
         self._roots: list[_Root] = []
         self._losses: list[nn.Module] = []
@@ -72,15 +72,15 @@ class Recording:
         self._primed = False
         self._entered = ""  # the counting root whose forward may begin a step
         self._handled: BaseException | None = None  # what the script was handling then
-        self.unseen = Unseen(mishaps)
+        self.missed_calls = MissedCallDetector(errors)
         self._synced = synced
-        self.modules = Modules(recorder, planner, mishaps, self._arrived, self._enter)
-        self._parameters = Parameters(recorder, mishaps)
-        self._gradients = Gradients(recorder, mishaps, synced, self._arrived)
+        self.modules = Modules(recorder, planner, errors, self._arrived, self._enter)
+        self._parameters = Parameters(recorder, errors)
+        self._gradients = Gradients(recorder, errors, synced, self._arrived)
         self._optimizers = Optimizers(
             recorder,
             self._parameters,
-            mishaps,
+            errors,
             self._arrived,
             before_update=self._gradients.save_synced,
             after_update=self._after_update,
@@ -108,7 +108,7 @@ class Recording:
             callback = Callback(partial(self._on_other, known))
         self._handles.append(root.register_forward_pre_hook(callback, with_kwargs=True))
         self._handles += stop_outer_graphs(root)
-        self.unseen.watch(name, root)
+        self.missed_calls.watch(name, root)
         self._registered()
 
     def add_loss(self, module: nn.Module) -> None:
@@ -129,7 +129,7 @@ class Recording:
         if self._clock.step_on == "optimizer":
             self._optimizers.mark_steps()
         self._bind()
-        self._clock.due = AT_ONCE
+        self._clock.due = NEXT_STEP
 
     def forget(self) -> None:
         """The configuration changed."""
@@ -161,7 +161,7 @@ class Recording:
             return
         self._entered, self._handled = root.name, sys.exc_info()[1]
         if self._clock.forward():
-            self._attend()
+            self._on_step_start()
         if self._recorder.plan is not None:
             self.modules.record_inputs(root.name, args, kwargs)
 
@@ -173,7 +173,7 @@ class Recording:
     def _on_other(
         self, root: _Root, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if root.counts or self._clock.between:
+        if root.counts or self._clock.awaiting_next_step:
             self._on_counting(root, module, args, kwargs)
         elif self._recorder.plan is not None and not in_backward():
             self.modules.record_inputs(root.name, args, kwargs)
@@ -182,9 +182,9 @@ class Recording:
 
     def _enter(self) -> bool:
         """A module runs, which may begin a step; is it part of one that is being recorded?"""
-        if self._clock.between and self._clock.forward():
+        if self._clock.awaiting_next_step and self._clock.forward():
             self._entered = ""
-            self._attend()
+            self._on_step_start()
         plan = self._recorder.plan
         # After a change of mode the step before may still get its gradients, but nothing else.
         return plan is not None and plan.mode is self._clock.mode
@@ -196,7 +196,7 @@ class Recording:
         """
         stance = getattr(torch.compiler, "set_stance", None)
         if stance is None:
-            self._mishaps.trouble("submodules of a compiled model need torch 2.6 to be captured")
+            self._errors.warn_once("submodules of a compiled model need torch 2.6 to be captured")
         else:
             self._eager.close()
             self._eager.enter_context(stance("force_eager"))
@@ -204,7 +204,7 @@ class Recording:
     def _after_update(self) -> None:
         if self._clock.step_on == "optimizer":
             self._clock.end()
-            self._clock.due = AT_ONCE
+            self._clock.due = NEXT_STEP
             self._recorder.close()
 
     # -- a step -------------------------------------------------------------------------------
@@ -214,11 +214,11 @@ class Recording:
         plan = self._recorder.plan
         assert plan is not None
         for kind in self._bind():
-            self._mishaps.trouble(
+            self._errors.warn_once(
                 f"a {kind} given to add_module_tensors() is not part of a registered module"
             )
         if self._clock.step_on == "optimizer" and not len(self._optimizers):
-            self._mishaps.trouble(
+            self._errors.warn_once(
                 "step_on='optimizer' without an optimizer: all forwards are one step; call "
                 "hook.register_optimizer(optimizer)"
             )
@@ -246,13 +246,13 @@ class Recording:
         if not (self._primed or next_due == NEVER) and in_graph():
             # A graph watches the hooks of a module only if there were any when it was compiled.
             self.modules.arm(self._planner.at(self._clock.mode, next_due), only_losses=outside)
-            self._clock.due = AT_ONCE
+            self._clock.due = NEXT_STEP
         self._primed = True
 
     @property
     def unfinished(self) -> bool:
         """Is a step being recorded whose backward pass has not come?"""
-        return self._recorder.recording and self._gradients.awaited
+        return self._recorder.recording and self._gradients.pending
 
     def _on_end(self, root: _Root, *_: Any) -> None:
         if in_backward():
@@ -261,14 +261,16 @@ class Recording:
         # torch calls this, too, for a forward that raised.
         ended = self._entered == root.name and sys.exc_info()[1] is self._handled
         self._handled = None
-        if ended and self._recorder.cut == _FORWARD:
-            self._recorder.cut = ""
+        if ended and self._recorder.incomplete_reason == _FORWARD:
+            self._recorder.incomplete_reason = ""
         if self._recorder.recording and root.counts:
             self._arrived(("forward", root.name))
 
     def _arrived(self, token: Hashable) -> None:
         if self._recorder.arrived(token) and self._clock.step_on == "forward":
-            self._recorder.cut = ""  # all is there, though the backward pass may still be at it
+            self._recorder.incomplete_reason = (
+                ""  # all is there, though the backward pass may still be at it
+            )
             self._recorder.close()
 
     # -- end ----------------------------------------------------------------------------------
@@ -286,7 +288,7 @@ class Recording:
         with suppress(Exception):
             self._eager.close()
         self._disarm()
-        self.unseen.seen()
+        self.missed_calls.stop()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

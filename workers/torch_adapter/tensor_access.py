@@ -66,7 +66,7 @@ def readable(tensor: torch.Tensor) -> torch.Tensor:
         held = tensor.untyped_storage().nbytes()
     except RuntimeError as error:
         raise CaptureError(f"its values cannot be read here: {error}") from error
-    # Reading what a script has freed (FSDP does, between uses) would end the process. A tensor
+    # TensorAdapter what a script has freed (FSDP does, between uses) would end the process. A tensor
     # that fills its storage is the usual case, and the cheap one.
     if held != tensor.nbytes and held < _extent(tensor):
         raise CaptureError(

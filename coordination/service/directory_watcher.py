@@ -29,7 +29,7 @@ from smdist.errors import (
 from smdist.format.manifest import RUN_KEY
 from smdist.storage import open_store
 from smdist.storage.store import Store
-from smdist.storage.subtree import Below, folders
+from smdist.storage.subtree import StoreSubtree, folders
 
 __all__ = ["DirectoryWatcher", "RunWatcher"]
 
@@ -158,7 +158,7 @@ class DirectoryWatcher:
         entry.task = asyncio.get_running_loop().create_task(self._attend(entry, name, stop))
 
     def _make(self, name: str) -> RunWatcher:
-        store = Below(self._store, name) if name else self._store
+        store = StoreSubtree(self._store, name) if name else self._store
         return RunWatcher(
             store.url,
             store=store,

@@ -41,7 +41,7 @@ from smdist.coordination.view.run_view import Fact
 from smdist.format.layout import Layout
 from smdist.format.manifest import Heartbeat, RankManifest, Session
 from smdist.storage.store import Store
-from smdist.storage.subtree import Below
+from smdist.storage.subtree import StoreSubtree
 
 __all__ = ["Call", "PollRequest", "PollResponse", "Shard", "ShardedPoller"]
 
@@ -140,7 +140,7 @@ class Shard:
             return share.answer
 
     def _begin(self, asked: PollRequest, tracks: Iterable[RankCursor]) -> _Share:
-        store = Below(self._store, asked.run) if asked.run else self._store
+        store = StoreSubtree(self._store, asked.run) if asked.run else self._store
         facts: list[Fact] = []
         follow = StorePoller(
             store, facts.append, self._now, PollIntervals(*asked.rhythm), share=self._share

@@ -5,7 +5,7 @@ from __future__ import annotations
 from smdist.storage.in_memory import MemoryStore
 from smdist.storage.local import LocalStore
 from smdist.storage.store import Buffer, Store
-from smdist.storage.urls import check_writable, is_remote, open_store, pinned
+from smdist.storage.urls import check_writable, is_remote, open_store, pin_url
 
 __all__ = [
     "Buffer",
@@ -15,5 +15,5 @@ __all__ = [
     "check_writable",
     "is_remote",
     "open_store",
-    "pinned",
+    "pin_url",
 ]

@@ -18,7 +18,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 
-__all__ = ["Uncached", "drop"]
+__all__ = ["DirectWriter", "drop_front"]
 
 _BLOCK = 4096  # offsets, sizes and addresses are multiples of it: what any disk accepts
 _BUFFER = 2 << 20  # as fast as larger ones, and the copy into it stays in the cache of a core
@@ -29,7 +29,7 @@ _JUDGED = 8 << 20
 _SPARED_S = 10.0
 
 
-class Uncached:
+class DirectWriter:
     """The buffers of one store, and how its disk fares. Used by several threads at once."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -53,7 +53,7 @@ class Uncached:
                     wanted = min(_BUFFER, left - left % _BLOCK)
                     _fill(buffer, views, wanted)
                     written = os.write(descriptor, buffer[:wanted])
-                    drop(views, written)
+                    drop_front(views, written)
                     left -= written
                     if written % _BLOCK:
                         break
@@ -98,7 +98,7 @@ def _fill(buffer: memoryview, views: list[memoryview], size: int) -> None:
             return
 
 
-def drop(views: list[memoryview], size: int) -> None:
+def drop_front(views: list[memoryview], size: int) -> None:
     """Forget the first `size` bytes of `views`."""
     whole = 0
     while whole < len(views) and views[whole].nbytes <= size:

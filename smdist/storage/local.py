@@ -35,8 +35,8 @@ from smdist.errors import (
     StoreForbidden,
     StoreFull,
 )
-from smdist.storage.beneath import Beneath
-from smdist.storage.direct_io import Uncached, drop
+from smdist.storage.direct_io import DirectWriter, drop_front
+from smdist.storage.rooted_files import RootedFiles
 from smdist.storage.store import Buffer, check_key, check_range, check_size
 
 __all__ = ["LocalStore"]
@@ -59,9 +59,9 @@ class LocalStore:
     def __init__(self, root: str | os.PathLike[str], *, durable: bool = False) -> None:
         self._root = os.path.abspath(os.path.expanduser(os.fspath(root)))
         self._temporaries = os.path.join(self._root, _TEMPORARY)
-        self._beneath = Beneath(self._root)
+        self._files = RootedFiles(self._root)
         self._durable = durable
-        self._uncached = Uncached()
+        self._direct = DirectWriter()
         self._swept = False
 
     @property
@@ -86,7 +86,7 @@ class LocalStore:
         for start, stop in ranges:
             check_range(start, stop)
         try:
-            with self._beneath.file(key) as descriptor:
+            with self._files.file(key) as descriptor:
                 size = os.fstat(descriptor).st_size
                 if any(stop is None for _, stop in ranges):
                     check_size(self._root, key, size)
@@ -148,7 +148,7 @@ class LocalStore:
                     os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-            with self._beneath.folder(folder, create=True) as parent:
+            with self._files.folder(folder, create=True) as parent:
                 if if_absent:
                     self._link(temporary, key, name, parent)
                 else:
@@ -177,10 +177,10 @@ class LocalStore:
                 raise InterruptedError(errno.EINTR, "the caller gave up")
 
         views = [_flat(memoryview(buffer)) for buffer in data if memoryview(buffer).nbytes]
-        self._uncached.write(descriptor, views, check)
+        self._direct.write(descriptor, views, check)
         while views:
             check()
-            drop(views, os.writev(descriptor, views[:_IOV_MAX]))
+            drop_front(views, os.writev(descriptor, views[:_IOV_MAX]))
 
     def _temporary(self) -> tuple[int, str]:
         if not self._swept:
@@ -193,15 +193,15 @@ class LocalStore:
             # Another writer's close() may remove the directory after it was found or made.
             with (
                 contextlib.suppress(FileNotFoundError),
-                self._beneath.folder(_TEMPORARY, create=True) as parent,
+                self._files.folder(_TEMPORARY, create=True) as parent,
             ):
                 return os.open(name, flags, 0o666, dir_fd=parent), path
         return os.open(path, flags, 0o666), path
 
     def _sweep(self) -> None:
         oldest = time.time() - _STALE_S
-        with contextlib.suppress(OSError), self._beneath.folder(_TEMPORARY) as parent:
-            for entry in self._beneath.names(_TEMPORARY):
+        with contextlib.suppress(OSError), self._files.folder(_TEMPORARY) as parent:
+            for entry in self._files.names(_TEMPORARY):
                 if os.lstat(entry.name, dir_fd=parent).st_mtime < oldest:
                     os.unlink(entry.name, dir_fd=parent)
 
@@ -216,7 +216,7 @@ class LocalStore:
 
     def _walk(self, folder: str, prefix: str, after: str) -> Iterator[str]:
         try:
-            found = self._beneath.names(folder)
+            found = self._files.names(folder)
         except (FileNotFoundError, NotADirectoryError):
             # Never there, or gone since its parent was read. A root that is a file holds no key.
             return
@@ -229,7 +229,7 @@ class LocalStore:
                 inside = f"{key}/"
                 if _may_match(inside, prefix) and (inside > after or after.startswith(inside)):
                     if entry.linked:  # what is in it would be missed in silence
-                        raise self._beneath.is_link(key)
+                        raise self._files.is_link(key)
                     yield from self._walk(key, prefix, after)
             elif key.startswith(prefix) and key > after:
                 yield key
@@ -239,7 +239,7 @@ class LocalStore:
         if folder:
             check_key(self._root, folder)
         try:
-            found = self._beneath.names(folder)
+            found = self._files.names(folder)
             return sorted(e.name for e in found if e.folder and not e.name.startswith("."))
         except (FileNotFoundError, NotADirectoryError):
             return []
@@ -249,7 +249,7 @@ class LocalStore:
     def _delete(self, key: str) -> None:
         folder, _, name = key.rpartition("/")
         try:
-            with self._beneath.folder(folder) as parent:
+            with self._files.folder(folder) as parent:
                 os.unlink(name, dir_fd=parent)
         except OSError as error:
             if error.errno not in _NOT_THERE:

@@ -2,7 +2,7 @@
 
 `run` may be called from any thread but the loop's own. After a fork the child gets a loop of its
 own at its first `run`; the parent's is left alone. At exit the loop is stopped and closed, after
-what was given to `keep` has been.
+what was given to `close_with` has been.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
-__all__ = ["keep", "run"]
+__all__ = ["close_with", "run"]
 
 T = TypeVar("T")
 
@@ -117,7 +117,7 @@ class _Call(Generic[T]):
             self._done.set_result(task.result())
 
 
-def keep(owner: object, close: Callable[[], Coroutine[Any, Any, None]]) -> None:
+def close_with(owner: object, close: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run `close` on the loop when `owner` is collected, or at exit."""
 
     def begin() -> None:

@@ -30,7 +30,7 @@ from typing import Protocol, Union, runtime_checkable
 from smdist.errors import CorruptObject, StoreError
 from smdist.limits import max_object_bytes
 
-__all__ = ["Buffer", "NearStore", "Store", "check_key", "check_range", "check_size"]
+__all__ = ["Buffer", "HasBlockingRead", "Store", "check_key", "check_range", "check_size"]
 
 Buffer = Union[bytes, bytearray, memoryview]  # noqa: UP007 (3.10)
 
@@ -54,7 +54,7 @@ class Store(Protocol):
 
 
 @runtime_checkable
-class NearStore(Protocol):
+class HasBlockingRead(Protocol):
     """A store as near as a file: for who waits anyway, going through a loop only takes longer."""
 
     def read(self, key: str, ranges: Sequence[tuple[int, int | None]]) -> list[bytes]:

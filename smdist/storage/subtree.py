@@ -7,10 +7,10 @@ from typing import Protocol, runtime_checkable
 
 from smdist.storage.store import Buffer, Store, check_key
 
-__all__ = ["Below", "folders"]
+__all__ = ["StoreSubtree", "folders"]
 
 
-class Below:
+class StoreSubtree:
     """What is under `folder`. `close` leaves the store around it open: that is its owner's."""
 
     def __init__(self, store: Store, folder: str) -> None:
@@ -23,7 +23,7 @@ class Below:
         return f"{place.rstrip('/')}/{self._prefix[:-1]}{mark}{query}"
 
     def __repr__(self) -> str:
-        return f"Below({self._store!r}, {self._prefix!r})"
+        return f"StoreSubtree({self._store!r}, {self._prefix!r})"
 
     async def check(self) -> None:
         await self._store.check()

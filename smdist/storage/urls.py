@@ -13,14 +13,14 @@ from urllib.parse import unquote, urlsplit
 from smdist.errors import ConfigurationError, StoreError
 from smdist.storage import loop_thread as sync
 from smdist.storage.local import LocalStore
-from smdist.storage.shown_url import shown
+from smdist.storage.redacted_url import redact_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from smdist.storage.store import Store
 
-__all__ = ["check_writable", "is_remote", "open_store", "pinned"]
+__all__ = ["check_writable", "is_remote", "open_store", "pin_url"]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _COLLAPSED = re.compile(r"s3:/[^/]", re.IGNORECASE)
@@ -45,13 +45,13 @@ def open_store(
     text = os.fspath(url)
     if not text or "\0" in text:
         raise ConfigurationError(
-            f"{shown(text)!r} is no place to store a run: give a path or s3://..."
+            f"{redact_url(text)!r} is no place to store a run: give a path or s3://..."
         )
     found = _SCHEME.match(text)
     if found is None:
         if _COLLAPSED.match(text):
             raise ConfigurationError(
-                f"{shown(text)!r} has lost a slash, as pathlib takes it away: give an s3:// URL as text"
+                f"{redact_url(text)!r} has lost a slash, as pathlib takes it away: give an s3:// URL as text"
             )
         return LocalStore(text)
     scheme = found[1].lower()
@@ -60,11 +60,11 @@ def open_store(
     if scheme == "s3":
         return _open_s3(text, {"deadline_s": deadline_s, "concurrency": concurrency})
     raise ConfigurationError(
-        f"smdist cannot store in {shown(text)!r}: use a path, file:// or s3://, not {scheme}://"
+        f"smdist cannot store in {redact_url(text)!r}: use a path, file:// or s3://, not {scheme}://"
     )
 
 
-def pinned(url: str) -> str:
+def pin_url(url: str) -> str:
     """`url` such that it means the same place in any environment of this machine."""
     if not is_remote(url):
         # Other processes have working directories of their own.
@@ -97,7 +97,7 @@ def _file_path(url: str) -> str:
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost") or not parts.path:
         raise ConfigurationError(
-            f"{shown(url)!r} names another machine: write file:///absolute/path"
+            f"{redact_url(url)!r} names another machine: write file:///absolute/path"
         )
     # What looks like a query or fragment is part of the path in a file URL that somebody typed.
     return unquote(url[url.index("://") + 3 + len(parts.netloc) :])
@@ -110,7 +110,7 @@ def _open_s3(url: str, options: dict[str, float | int | None]) -> Store:
         if error.name is None or error.name.split(".")[0] not in _S3_MODULES:
             raise
         raise ConfigurationError(
-            f"{shown(url)!r} needs S3 support, which is not installed: pip install 'smdist[s3]'"
+            f"{redact_url(url)!r} needs S3 support, which is not installed: pip install 'smdist[s3]'"
         ) from error
     given = {name: value for name, value in options.items() if value is not None}
     store: Store = module.open_s3(url, module.S3Options(**given))

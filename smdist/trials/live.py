@@ -85,7 +85,7 @@ class Follower:
         self.run: Run = sync.run(self._loader.run())
         self.catalogue = replace(catalogue, since=self.run.created)
         self._refresh("opening")
-        sync.keep(self, store.close)  # scripts seldom close a trial
+        sync.close_with(self, store.close)  # scripts seldom close a trial
 
     def close(self) -> None:
         sync.run(self._store.close())

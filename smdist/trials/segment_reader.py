@@ -30,7 +30,7 @@ from smdist.format.block import (
     statistics_row,
     tensor_ranges,
 )
-from smdist.storage.store import NearStore, Store
+from smdist.storage.store import HasBlockingRead, Store
 from smdist.trials.catalogue import Found
 from smdist.trials.numbers_reader import Numbers, SessionOf, span_of, summary_of
 
@@ -155,7 +155,7 @@ class Reader:
     ) -> None:
         """`damaged` is told what cannot be read for good, before it is raised."""
         self._store = store
-        self._near = store if isinstance(store, NearStore) else None
+        self._near = store if isinstance(store, HasBlockingRead) else None
         self._gap = gap
         self._run = run
         self._concurrency = concurrency
@@ -265,7 +265,7 @@ class Reader:
             self._run(self._request(requests, take))
         return [data[want] for want in wanted]
 
-    def _read_here(self, store: NearStore, requests: Sequence[Request], take: Take) -> None:
+    def _read_here(self, store: HasBlockingRead, requests: Sequence[Request], take: Take) -> None:
         """Object by object; if many, some at once, as the disk of a directory may be far away."""
 
         def read(key: str, group: Sequence[Request]) -> None:

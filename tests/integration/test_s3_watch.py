@@ -12,7 +12,7 @@ from smdist.coordination.service.directory_watcher import DirectoryWatcher
 from smdist.identity import ModeKeys
 from smdist.storage import loop_thread as sync
 from smdist.storage import open_store
-from smdist.storage.subtree import Below, folders
+from smdist.storage.subtree import StoreSubtree, folders
 from tests.run_builder import RankWriter, RunBuilder
 from tests.servers.s3 import Server, aws, moto, rclone
 
@@ -21,7 +21,7 @@ __all__ = ["aws", "moto", "rclone"]  # fixtures
 pytestmark = [pytest.mark.s3, pytest.mark.usefixtures("aws")]
 
 
-def save(store: Below, step: int) -> RankWriter:
+def save(store: StoreSubtree, step: int) -> RankWriter:
     rank = RunBuilder(store).rank(0)
     return rank.step(ModeKeys.TRAIN, step, {"w": np.ones(2)}).flush()
 
@@ -33,8 +33,8 @@ def test_runs_below_a_prefix(name: str, prefix: str, request: pytest.FixtureRequ
     bucket = server.make_bucket(f"watch-{uuid.uuid4().hex[:12]}")
     url = server.url(bucket, prefix) if prefix else f"s3://{bucket}?endpoint_url={server.endpoint}"
     place = open_store(url)
-    deep = save(Below(place, "team/run1"), 3)
-    save(Below(place, "run2"), 4)
+    deep = save(StoreSubtree(place, "team/run1"), 3)
+    save(StoreSubtree(place, "run2"), 4)
 
     async def act() -> None:
         store = open_store(url)

@@ -8,7 +8,7 @@ import socket
 
 __all__ = ["free_port"]
 
-# Below those that the kernel gives to whoever asks for any, above those of Ray's workers and of its
+# StoreSubtree those that the kernel gives to whoever asks for any, above those of Ray's workers and of its
 # servers for clients: until the server has it, nobody else is likely to take it.
 _RANGE = range(25_000, 32_000)
 

@@ -29,7 +29,7 @@ from smdist.format.stored_json import encode
 from smdist.identity import ModeKeys
 from smdist.storage.in_memory import MemoryStore
 from smdist.storage.local import LocalStore
-from smdist.storage.subtree import Below
+from smdist.storage.subtree import StoreSubtree
 from tests.faults.coordinator_driver import Life, from_scratch
 from tests.run_builder import RankWriter, RunBuilder
 
@@ -808,7 +808,7 @@ def test_runs_below_a_place_are_found_as_they_appear(kind: str, tmp_path_factory
     )
 
     def begin(name: str) -> RankWriter:
-        return RunBuilder(Below(store, name)).rank(0).step(TRAIN, 0, TENSORS).flush()
+        return RunBuilder(StoreSubtree(store, name)).rank(0).step(TRAIN, 0, TENSORS).flush()
 
     async def act() -> None:
         stop = asyncio.Event()
@@ -837,7 +837,7 @@ def test_runs_below_a_place_are_found_as_they_appear(kind: str, tmp_path_factory
 
 def test_who_asks_about_a_finished_run_that_was_resumed_is_told_of_that() -> None:
     store = MemoryStore("all")
-    job = RunBuilder(Below(store, "a"))
+    job = RunBuilder(StoreSubtree(store, "a"))
     job.rank(0).step(TRAIN, 0, TENSORS).end()
 
     async def scenario() -> None:

@@ -28,7 +28,7 @@ from smdist.errors import CaptureError
 from smdist.format.manifest import Run, Session
 from smdist.identity import StepRef, worker_name
 from smdist.processes import start_ticks
-from smdist.storage import Store, check_writable, is_remote, open_store, pinned
+from smdist.storage import Store, check_writable, is_remote, open_store, pin_url
 from smdist.storage import loop_thread as sync
 from smdist.workers.capture.capture import Capture, CaptureLimits, Usage
 from smdist.workers.capture.part_plan import PartPlan
@@ -304,7 +304,7 @@ class CaptureSession(Generic[T]):
             framework=config.framework.name,
             explicit_attempt=self._where.attempt,
         )
-        remote, where = is_remote(config.out_dir), pinned(config.out_dir)
+        remote, where = is_remote(config.out_dir), pin_url(config.out_dir)
         name = hashlib.blake2s(where.encode(), digest_size=8).hexdigest()
         return SpoolInfo(
             run=Run(run_id=name, created=session.started, framework=entry.framework),

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from smdist.storage.s3.client import ours
-from smdist.storage.s3.client_lease import Lease, make_lease, other_lease
+from smdist.storage.s3.client_handle import ClientHandle, create_client, create_client_if_renewed
 from smdist.storage.s3.errors import Fault, RequestFailed, check_receipt, classify
 from smdist.storage.s3.options import S3Location, S3Options
 from smdist.storage.s3.request_body import Body
@@ -54,12 +54,12 @@ class Connection:
         self._slots = asyncio.Semaphore(options.concurrency)
         self._budget = _ByteBudget(options.in_flight_bytes, counts)
         self._opening = asyncio.Lock()
-        self._lease: Lease | None = None
+        self._handle: ClientHandle | None = None
         self._random = random.Random()
 
     @property
     def is_aws(self) -> bool:
-        return self._lease is not None and self._lease.settings.is_aws
+        return self._handle is not None and self._handle.settings.is_aws
 
     async def open(self) -> None:
         """Raises RequestFailed when there are no settings to make a client from."""
@@ -67,9 +67,9 @@ class Connection:
 
     async def close(self) -> None:
         async with self._opening:
-            lease, self._lease = self._lease, None
-            if lease is not None:
-                await lease.retire()
+            handle, self._handle = self._handle, None
+            if handle is not None:
+                await handle.retire()
 
     async def call(
         self,
@@ -88,19 +88,19 @@ class Connection:
         """
         limit = self.options.deadline_s if deadline_s is None else deadline_s
         deadline, attempt, unsure = time.monotonic() + limit, 0, False
-        lease: Lease | None = None
+        handle: ClientHandle | None = None
         stale = False
         while True:
             attempt += 1
             try:
                 # Newer credentials may lie in the profile, which the SDK reads once.
-                lease = await self._client(lease if stale else None)
-                answer = await self._attempt(lease, method, params, body, answer_bytes, admit)
+                handle = await self._client(handle if stale else None)
+                answer = await self._attempt(handle, method, params, body, answer_bytes, admit)
             except Exception as error:
                 fault = classify(error)
                 if fault is None:
                     raise
-                if lease is not None and fault.rejected and await self._renewed(lease):
+                if handle is not None and fault.rejected and await self._renewed(handle):
                     self.counts.retries[fault.code] += 1
                     stale = False
                     continue
@@ -125,7 +125,7 @@ class Connection:
 
     async def _attempt(
         self,
-        lease: Lease,
+        handle: ClientHandle,
         method: str,
         params: dict[str, Any],
         views: Sequence[memoryview],
@@ -134,11 +134,11 @@ class Connection:
     ) -> dict[str, Any]:
         body = Body(views)
         # In this order: who has bytes under way gets on, as `_send` may wait for some with a slot.
-        async with self._slots, self._budget.taken(len(body) + answer_bytes), lease.used():
+        async with self._slots, self._budget.taken(len(body) + answer_bytes), handle.used():
             self.counts.requests[method] += 1
             if len(body):
                 params = {**params, "Body": body}
-            work = self._send(lease.client, method, params, answer_bytes > 0, admit)
+            work = self._send(handle.client, method, params, answer_bytes > 0, admit)
             task = asyncio.ensure_future(work)
             try:
                 answer = await self._watch(task, body)
@@ -208,34 +208,34 @@ class Connection:
 
     # -- the client ------------------------------------------------------------------------------
 
-    async def _client(self, stale: Lease | None) -> Lease:
+    async def _client(self, stale: ClientHandle | None) -> ClientHandle:
         """The client, made anew if it is `stale`: who comes second finds the new one."""
-        lease = self._lease
-        if lease is not None and lease is not stale:
-            return lease
+        handle = self._handle
+        if handle is not None and handle is not stale:
+            return handle
         async with self._opening:
-            if self._lease is None or self._lease is stale:
+            if self._handle is None or self._handle is stale:
                 try:
-                    fresh = await make_lease(self.location, self.options)
+                    fresh = await create_client(self.location, self.options)
                 except Exception as error:
                     fault = classify(error)
                     if fault is None:
                         raise
                     raise RequestFailed(fault, error, attempts=1, unsure=False) from error
                 await self._replace(fresh)
-            assert self._lease is not None
-            return self._lease
+            assert self._handle is not None
+            return self._handle
 
-    async def _renewed(self, refused: Lease) -> bool:
+    async def _renewed(self, refused: ClientHandle) -> bool:
         """Whether there are other credentials now than those that were refused: `_client` has them."""
         async with self._opening:
-            if self._lease is not refused:
-                return self._lease is not None
+            if self._handle is not refused:
+                return self._handle is not None
             if time.monotonic() < self._looked_at + self.options.look_again_s:
                 return False
             self._looked_at = time.monotonic()
             try:
-                fresh = await other_lease(self.location, self.options, refused)
+                fresh = await create_client_if_renewed(self.location, self.options, refused)
             except Exception as error:
                 if classify(error) is None:
                     raise
@@ -244,8 +244,8 @@ class Connection:
                 await self._replace(fresh)
             return fresh is not None
 
-    async def _replace(self, fresh: Lease) -> None:
-        old, self._lease = self._lease, fresh
+    async def _replace(self, fresh: ClientHandle) -> None:
+        old, self._handle = self._handle, fresh
         self.endpoint = str(fresh.client.meta.endpoint_url)
         if old is not None:
             self.counts.renewals += 1

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from urllib.parse import parse_qsl, quote, urlsplit
 
 from smdist.errors import ConfigurationError, UnknownKey
-from smdist.storage.shown_url import shown
+from smdist.storage.redacted_url import redact_url
 
 __all__ = ["AWS", "S3Location", "S3Options", "check_endpoint", "is_loopback", "parse_s3_url"]
 
@@ -92,10 +92,14 @@ def parse_s3_url(url: str) -> S3Location:
         head, _, prefix = prefix.partition("/")
         bucket = f"{bucket}/{head}" if head else bucket
     if not (_BUCKET.fullmatch(bucket) or _ARN.fullmatch(bucket)):
-        raise ConfigurationError(f"{shown(bucket)!r} is no bucket name: write s3://bucket/prefix")
+        raise ConfigurationError(
+            f"{redact_url(bucket)!r} is no bucket name: write s3://bucket/prefix"
+        )
     prefix = prefix.strip("/")
     if "//" in prefix or any(part in (".", "..") for part in prefix.split("/")):
-        raise ConfigurationError(f"{shown(prefix)!r} is no prefix for a run: write s3://bucket/a/b")
+        raise ConfigurationError(
+            f"{redact_url(prefix)!r} is no prefix for a run: write s3://bucket/a/b"
+        )
     return S3Location(bucket, prefix, **_options(query))
 
 
@@ -108,7 +112,7 @@ def _options(query: str) -> dict[str, str]:
                 "environment variables or a profile"
             )
         if name not in _QUERY:
-            raise UnknownKey(shown(name), _QUERY, "an s3:// URL")
+            raise UnknownKey(redact_url(name), _QUERY, "an s3:// URL")
         if not value:
             raise ConfigurationError(f"{name} of the s3:// URL is empty")
         if name in _CHOICES and value not in _CHOICES[name]:
@@ -134,7 +138,7 @@ def check_endpoint(endpoint_url: str) -> None:
         )
     if not valid:
         raise ConfigurationError(
-            f"{shown(endpoint_url)!r} is no endpoint_url: write http://host:port or https://host"
+            f"{redact_url(endpoint_url)!r} is no endpoint_url: write http://host:port or https://host"
         )
 
 

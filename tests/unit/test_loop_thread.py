@@ -198,8 +198,8 @@ def close_of(name):
         print(name, threading.current_thread().name, flush=True)
     return close
 first, second = Owner(), Owner()
-sync.keep(first, close_of("collected"))
-sync.keep(second, close_of("at exit"))
+sync.close_with(first, close_of("collected"))
+sync.close_with(second, close_of("at exit"))
 sync.run(ident())
 del first
 gc.collect()

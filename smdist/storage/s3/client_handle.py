@@ -13,10 +13,10 @@ from aiobotocore.session import AioSession
 from smdist.storage.s3.client import ClientSettings, client_settings, config_values, share_models
 from smdist.storage.s3.options import S3Location, S3Options
 
-__all__ = ["Lease", "make_lease", "other_lease"]
+__all__ = ["ClientHandle", "create_client", "create_client_if_renewed"]
 
 
-class Lease:
+class ClientHandle:
     """A client that is closed once it is retired and nobody uses it."""
 
     def __init__(
@@ -50,7 +50,7 @@ class Lease:
             await self._closing.aclose()
 
 
-async def make_lease(location: S3Location, options: S3Options) -> Lease:
+async def create_client(location: S3Location, options: S3Options) -> ClientHandle:
     session = AioSession(profile=location.profile)
     share_models(session)
     settings = client_settings(location, session)
@@ -69,14 +69,16 @@ async def make_lease(location: S3Location, options: S3Options) -> Lease:
         # without any timeout.
         client.meta.events.unregister("before-call.s3", botocore.handlers.add_expect_header)
         credentials = await session.get_credentials()  # by now it has found them
-        return Lease(client, settings, credentials, stack.pop_all())
+        return ClientHandle(client, settings, credentials, stack.pop_all())
     raise AssertionError  # no exit stack swallows an error here
 
 
-async def other_lease(location: S3Location, options: S3Options, than: Lease) -> Lease | None:
+async def create_client_if_renewed(
+    location: S3Location, options: S3Options, than: ClientHandle
+) -> ClientHandle | None:
     """One with other credentials than that, if there are any by now."""
     before = await than.credentials()
-    fresh = await make_lease(location, options)
+    fresh = await create_client(location, options)
     try:
         found = await fresh.credentials()
     except BaseException:

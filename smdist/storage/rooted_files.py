@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from smdist.errors import CorruptObject
 
-__all__ = ["Beneath", "Named"]
+__all__ = ["FolderEntry", "RootedFiles"]
 
 _IN_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _TO_LIST = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -27,7 +27,7 @@ _LINK = "it is a symbolic link, which may lead out of the run; put what it leads
 _NO_FILE = "it is a pipe, a socket or a device; smdist did not write it"
 
 
-class Named(NamedTuple):
+class FolderEntry(NamedTuple):
     """`linked`: it is a symbolic link to a folder, and so no `folder`."""
 
     name: str
@@ -35,7 +35,7 @@ class Named(NamedTuple):
     linked: bool
 
 
-class Beneath:
+class RootedFiles:
     def __init__(self, root: str) -> None:
         self._root = root
 
@@ -99,17 +99,17 @@ class Beneath:
         finally:
             os.close(descriptor)
 
-    def names(self, folder: str) -> list[Named]:
+    def names(self, folder: str) -> list[FolderEntry]:
         """What is in it."""
         with self.folder(folder) as parent:
             descriptor = os.open(".", _TO_LIST, dir_fd=parent)
         try:
             with os.scandir(descriptor) as found:
-                return [_named(entry) for entry in found]
+                return [_folder_entry(entry) for entry in found]
         finally:
             os.close(descriptor)
 
 
-def _named(entry: os.DirEntry[str]) -> Named:
+def _folder_entry(entry: os.DirEntry[str]) -> FolderEntry:
     linked = entry.is_symlink()
-    return Named(entry.name, entry.is_dir(follow_symlinks=False), linked and entry.is_dir())
+    return FolderEntry(entry.name, entry.is_dir(follow_symlinks=False), linked and entry.is_dir())

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smdist.storage import direct_io as uncached
-from smdist.storage.direct_io import Uncached, drop
+from smdist.storage import direct_io
+from smdist.storage.direct_io import DirectWriter, drop_front
 
 MIB = 1 << 20
 
@@ -33,7 +33,7 @@ def nothing() -> None:
     pass
 
 
-def store(path: Path, chunks: list[bytes], writer: Uncached) -> int:
+def store(path: Path, chunks: list[bytes], writer: DirectWriter) -> int:
     """Write them all; how many bytes went past the cache."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
@@ -42,7 +42,7 @@ def store(path: Path, chunks: list[bytes], writer: Uncached) -> int:
         assert not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT
         past = sum(map(len, chunks)) - sum(view.nbytes for view in views)
         while views:
-            drop(views, os.writev(descriptor, views[:1000]))
+            drop_front(views, os.writev(descriptor, views[:1000]))
     finally:
         os.close(descriptor)
     return past
@@ -81,7 +81,7 @@ def direct(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [MIB, 2 * MIB, 2 * MIB + 1, 4 * MIB - 1, 5 * MIB + 4097])
 def test_all_but_the_end_goes_past_the_cache(tmp_path: Path, size: int) -> None:
     data = os.urandom(size)
-    assert store(tmp_path / "file", [data], Uncached()) == size - size % 4096
+    assert store(tmp_path / "file", [data], DirectWriter()) == size - size % 4096
     assert (tmp_path / "file").read_bytes() == data
 
 
@@ -89,7 +89,7 @@ def test_all_but_the_end_goes_past_the_cache(tmp_path: Path, size: int) -> None:
 def test_nothing_of_it_is_in_the_cache(tmp_path: Path) -> None:
     if is_cached(tmp_path / "probe"):
         pytest.skip(f"the file system of {tmp_path} is in memory")
-    store(tmp_path / "file", [bytes(4 * MIB)], Uncached())
+    store(tmp_path / "file", [bytes(4 * MIB)], DirectWriter())
     assert not is_cached(tmp_path / "file")
     (tmp_path / "usual").write_bytes(bytes(4 * MIB))
     assert is_cached(tmp_path / "usual")
@@ -102,18 +102,18 @@ def test_any_pieces_make_the_same_file(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "pieces"
     chunks = pieces([*sizes, MIB])
-    store(path, chunks, Uncached())
+    store(path, chunks, DirectWriter())
     assert path.read_bytes() == b"".join(chunks)
 
 
 def test_thousands_of_small_pieces(tmp_path: Path) -> None:
     chunks = pieces([4100] * 3000)
-    store(tmp_path / "file", chunks, Uncached())
+    store(tmp_path / "file", chunks, DirectWriter())
     assert (tmp_path / "file").read_bytes() == b"".join(chunks)
 
 
 def test_small_files_go_the_usual_way(tmp_path: Path) -> None:
-    assert store(tmp_path / "file", [bytes(MIB - 1)], Uncached()) == 0
+    assert store(tmp_path / "file", [bytes(MIB - 1)], DirectWriter()) == 0
 
 
 @pytest.mark.usefixtures("direct")
@@ -125,7 +125,7 @@ def test_a_file_system_that_wants_it_otherwise_gets_it_the_usual_way(
 
     monkeypatch.setattr("smdist.storage.direct_io.os.write", refuse)
     data = os.urandom(3 * MIB)
-    assert store(tmp_path / "file", [data], Uncached()) == 0
+    assert store(tmp_path / "file", [data], DirectWriter()) == 0
     assert (tmp_path / "file").read_bytes() == data
 
 
@@ -139,9 +139,9 @@ def test_a_write_that_took_less_goes_on_where_it_ended(
         patch.setattr(
             "smdist.storage.direct_io.os.write", lambda at, data: write(at, bytes(data[:most]))
         )
-        patch.setattr(uncached, "_set_direct", lambda descriptor, on: True)  # of any size
+        patch.setattr(direct_io, "_set_direct", lambda descriptor, on: True)  # of any size
         data = os.urandom(MIB + 3)
-        store(tmp_path / "file", [data], Uncached())
+        store(tmp_path / "file", [data], DirectWriter())
     assert (tmp_path / "file").read_bytes() == data
 
 
@@ -152,7 +152,7 @@ def test_errors_other_than_that_are_told(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr("smdist.storage.direct_io.os.write", full)
     with pytest.raises(OSError, match="No space left"):
-        store(tmp_path / "file", [bytes(MIB)], Uncached())
+        store(tmp_path / "file", [bytes(MIB)], DirectWriter())
 
 
 @pytest.mark.usefixtures("direct")
@@ -166,7 +166,7 @@ def test_a_slow_disk_is_spared_for_a_while(tmp_path: Path, monkeypatch: pytest.M
 
         return take
 
-    writer, data = Uncached(clock), [bytes(8 * MIB)]
+    writer, data = DirectWriter(clock), [bytes(8 * MIB)]
     monkeypatch.setattr("smdist.storage.direct_io.os.write", slowly(0.01))  # 200 MB/s
     assert store(tmp_path / "file", data, writer)
     monkeypatch.setattr("smdist.storage.direct_io.os.write", slowly(0.03))  # 70 MB/s

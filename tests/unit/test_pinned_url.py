@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from smdist.storage import pinned
+from smdist.storage import pin_url
 
 pytest.importorskip("aiobotocore")
 
@@ -23,11 +23,11 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.Monke
 
 def test_what_the_environment_says_is_written_out(environment: pytest.MonkeyPatch) -> None:
     environment.setenv("AWS_ENDPOINT_URL", "http://here:9000")
-    url = pinned("s3://bucket/run")
+    url = pin_url("s3://bucket/run")
     assert url == "s3://bucket/run?endpoint_url=http://here:9000&region=eu-west-1"
     environment.setenv("AWS_ENDPOINT_URL", "http://there:9000")
     environment.setenv("AWS_DEFAULT_REGION", "us-west-2")
-    assert pinned(url) == url
+    assert pin_url(url) == url
 
 
 def test_aws_itself_stays_aws(environment: pytest.MonkeyPatch) -> None:
@@ -36,9 +36,9 @@ def test_aws_itself_stays_aws(environment: pytest.MonkeyPatch) -> None:
     from smdist.storage.s3.client import client_settings
     from smdist.storage.s3.options import parse_s3_url
 
-    url = pinned("s3://bucket/run")
+    url = pin_url("s3://bucket/run")
     environment.setenv("AWS_ENDPOINT_URL", "http://there:9000")
-    assert pinned(url) == url
+    assert pin_url(url) == url
 
     session = botocore.session.Session()
     assert client_settings(parse_s3_url(url), session).is_aws
@@ -48,5 +48,5 @@ def test_a_directory_is_the_same_from_every_other(
     environment: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     environment.chdir(tmp_path)
-    assert pinned("run") == str(tmp_path / "run")
-    assert pinned("file:///run") == "file:///run"
+    assert pin_url("run") == str(tmp_path / "run")
+    assert pin_url("file:///run") == "file:///run"

@@ -14,7 +14,7 @@ from statistics import median
 
 from smdist import create_trial
 from smdist.errors import SmdistError
-from smdist.identity import printable
+from smdist.messages import printable
 from smdist.trials import Trial
 
 

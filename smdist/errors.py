@@ -1,38 +1,43 @@
-"""Every error smdist raises, in one leaf module.
+"""Every error that smdist raises to its callers.
 
     SmdistError
-    ├── ConfigurationError (ValueError)      wrong setting; raised when it is written down
-    │   ├── UnknownKey                       names the nearest known key
-    │   ├── NoConfigurationFile              (FileNotFoundError) there is none to read
-    │   ├── InvalidCollectionConfiguration   a custom collection that can match nothing
+    ├── ConfigurationError (ValueError)      a setting is wrong
+    │   ├── UnknownKey                       a setting has an unknown name
+    │   ├── NoConfigurationFile              (FileNotFoundError) the configuration file is missing
+    │   ├── InvalidCollectionConfiguration   a custom collection selects no tensor
     │   ├── RunExists                        out_dir already holds a run
-    │   └── NoRank                           this process of a job is none that trains
-    ├── CaptureError (RuntimeError)          our own trouble beside a training job
-    │   ├── SpoolUnavailable                 no place for the buffer
-    │   └── DrainTimeout                     close() gave up waiting for the uploader
-    ├── StoreError                           names url, key and operation
-    │   ├── ObjectNotFound
-    │   ├── ObjectExists                     a conditional put lost
-    │   ├── StoreFull
-    │   ├── StoreForbidden
-    │   └── CorruptObject                    a checksum or a format says no
-    ├── CoordinationError                    about who writes the merged view of a run
-    │   ├── AlreadyCoordinated               another coordinator does; names it and the remedy
-    │   └── Superseded                       another one has taken over from this one
-    └── TrialError                           a question about a run that has no answer
-        ├── NoSuchRun
-        ├── RunReplaced                      another run was begun in the place of this trial's
-        ├── StepUnavailable                  that step was not saved
-        ├── StepNotYetAvailable              the job is live and has not come so far
-        ├── TensorUnavailable
-        ├── TensorUnavailableForStep
-        ├── ShapeUnavailableForStep
-        ├── InvalidWorker
-        ├── NoMoreData
-        ├── WaitTimeout
-        └── RuleEvaluationConditionMet
+    │   └── NoRank                           this process is not a training process of its job
+    ├── CaptureError (RuntimeError)          capturing or uploading failed
+    │   ├── SpoolUnavailable                 there is no usable local buffer
+    │   │   ├── SpoolBusy                    another uploader works on the spool
+    │   │   ├── TrainerAlive                 the process that fills the spool may still run
+    │   │   └── NotPrivate                   (PermissionError) other users could have changed it
+    │   └── DrainTimeout                     close() stopped waiting for the uploader
+    ├── StoreError                           an operation on a store failed
+    │   ├── ObjectNotFound                   the object does not exist
+    │   ├── ObjectExists                     the object exists already
+    │   ├── StoreFull                        the store has no space left
+    │   ├── StoreForbidden                   the store denied access
+    │   └── CorruptObject                    the object is damaged or of another format
+    ├── CoordinationError                    a coordinator cannot write the merged view
+    │   ├── AlreadyCoordinated               another coordinator writes it
+    │   └── Superseded                       another coordinator has taken over
+    └── TrialError                           a question about a run has no answer
+        ├── NoSuchRun                        there is no run at this location
+        ├── RunReplaced                      another run replaced the opened one
+        ├── StepUnavailable                  the step was not saved
+        ├── StepNotYetAvailable              the running job has not reached the step
+        ├── TensorUnavailable                no tensor of this name was saved
+        ├── TensorUnavailableForStep         the tensor was not saved at this step
+        ├── ShapeUnavailableForStep          the shape was not saved at this step
+        ├── InvalidWorker                    the run has no such worker
+        ├── NoMoreData                       the job ended before the step
+        ├── WaitTimeout (TimeoutError)       a wait reached its deadline
+        └── RuleEvaluationConditionMet       a rule fired
 
-Errors carry their facts as attributes and survive pickling.
+Errors carry their facts as attributes and survive pickling. Exceptions that never reach a caller
+live beside the code that raises and handles them: `workers/upload` (retries, foreign objects, run
+checks), `workers/spool/journal.py`, `workers/capture/journal_room.py` and `storage/s3/errors.py`.
 """
 
 from __future__ import annotations
@@ -56,6 +61,7 @@ __all__ = [
     "NoMoreData",
     "NoRank",
     "NoSuchRun",
+    "NotPrivate",
     "ObjectExists",
     "ObjectNotFound",
     "RuleEvaluationConditionMet",
@@ -63,6 +69,7 @@ __all__ = [
     "RunReplaced",
     "ShapeUnavailableForStep",
     "SmdistError",
+    "SpoolBusy",
     "SpoolUnavailable",
     "StepNotYetAvailable",
     "StepUnavailable",
@@ -72,6 +79,7 @@ __all__ = [
     "Superseded",
     "TensorUnavailable",
     "TensorUnavailableForStep",
+    "TrainerAlive",
     "TrialError",
     "UnknownKey",
     "WaitTimeout",
@@ -79,17 +87,19 @@ __all__ = [
 
 
 class SmdistError(Exception):
-    """Root of the tree. Subclasses pass all their facts to `Exception.args`, so pickling works."""
+    """Base of all errors. Subclasses pass their facts to `Exception.args`, so pickling works."""
 
 
 # -- configuration ---------------------------------------------------------------------------
 
 
 class ConfigurationError(SmdistError, ValueError):
-    pass
+    """A setting is wrong. Raised where the setting is given."""
 
 
 class UnknownKey(ConfigurationError):
+    """A setting has an unknown name. The message suggests the nearest known one."""
+
     def __init__(self, key: str, known: Iterable[str], where: str) -> None:
         self.key, self.known, self.where = key, tuple(sorted(known)), where
         super().__init__(key, self.known, where)
@@ -101,15 +111,18 @@ class UnknownKey(ConfigurationError):
 
 
 class NoConfigurationFile(ConfigurationError, FileNotFoundError):
-    pass
+    """The configuration file does not exist."""
 
 
 class NoRank(ConfigurationError):
-    pass
+    """This process belongs to a training job but is not one of its training processes."""
 
 
 class InvalidCollectionConfiguration(ConfigurationError):
-    """`included`: it is one of those to be saved; `known`: names that it may have been meant for."""
+    """A custom collection selects no tensor.
+
+    `included`: it is among the collections to save. `known`: names that were perhaps meant.
+    """
 
     def __init__(self, c_name: str, included: bool = True, known: Iterable[str] = ()) -> None:
         self.name = self.c_name = c_name
@@ -126,12 +139,14 @@ class InvalidCollectionConfiguration(ConfigurationError):
             else f"{include} and name it in include_collections, or do not create it"
         )
         return (
-            f"collection {self.name!r} can match no tensor: it has neither include_regex nor "
-            f"tensor_names; {hint}{remedy}"
+            f"collection {self.name!r} has neither include_regex nor tensor_names, so it selects no "
+            f"tensor; {hint}{remedy}"
         )
 
 
 class RunExists(ConfigurationError):
+    """The output directory already holds a run."""
+
     def __init__(self, out_dir: str, worker: str) -> None:
         self.out_dir, self.worker = out_dir, worker
         super().__init__(out_dir, worker)
@@ -143,25 +158,46 @@ class RunExists(ConfigurationError):
         )
 
 
-# -- beside a training job -------------------------------------------------------------------
+# -- capture and upload ----------------------------------------------------------------------
 
 
 class CaptureError(SmdistError, RuntimeError):
-    pass
+    """Capturing or uploading tensors failed."""
 
 
 class SpoolUnavailable(CaptureError):
-    pass
+    """There is no usable local buffer (spool)."""
+
+
+class SpoolBusy(SpoolUnavailable):
+    """Another uploader works on this spool."""
+
+
+class TrainerAlive(SpoolUnavailable):
+    """The training process that fills this spool runs, or may still run."""
+
+
+class NotPrivate(SpoolUnavailable, PermissionError):
+    """A file or folder of the spool could have been made or changed by another user."""
+
+    def __init__(self, cause: str, remedy: str) -> None:
+        self.cause, self.remedy = cause, remedy
+        super().__init__(cause, remedy)
+
+    def __str__(self) -> str:
+        return f"{self.cause}: nothing is sent or removed; {self.remedy}"
 
 
 class DrainTimeout(CaptureError):
-    pass
+    """`close()` stopped waiting before the uploader had stored everything."""
 
 
 # -- stores ----------------------------------------------------------------------------------
 
 
 class StoreError(SmdistError):
+    """An operation on a store failed. The message names URL, key and operation."""
+
     def __init__(self, url: str, key: str, operation: str, detail: str = "") -> None:
         self.url, self.key, self.operation, self.detail = url, key, operation, detail
         super().__init__(url, key, operation, detail)
@@ -173,34 +209,37 @@ class StoreError(SmdistError):
 
 
 class ObjectNotFound(StoreError):
-    pass
+    """The object does not exist."""
 
 
 class ObjectExists(StoreError):
-    pass
+    """A conditional write failed because the object exists already."""
 
 
 class StoreFull(StoreError):
-    pass
+    """The store has no space left."""
 
 
 class StoreForbidden(StoreError):
-    pass
+    """The store denied access."""
 
 
 class CorruptObject(StoreError):
-    pass
+    """The object is damaged, of another format, or a copy of another object."""
 
 
 # -- coordination ----------------------------------------------------------------------------
 
 
 class CoordinationError(SmdistError):
-    pass
+    """A coordinator cannot write the merged view of a run."""
 
 
 class AlreadyCoordinated(CoordinationError):
-    """`free_in_s`: when its lease ends, unless it is renewed."""
+    """Another coordinator writes the merged view.
+
+    `free_in_s`: seconds until its lease expires, unless it is renewed.
+    """
 
     def __init__(
         self, url: str, writer: str, host: str, pid: int, since: float, free_in_s: float
@@ -219,14 +258,16 @@ class AlreadyCoordinated(CoordinationError):
 
 
 class Superseded(CoordinationError):
+    """Another coordinator has taken over from this one."""
+
     def __init__(self, url: str, writer: str, by: str, epoch: int) -> None:
         self.url, self.writer, self.by, self.epoch = url, writer, by, epoch
         super().__init__(url, writer, by, epoch)
 
     def __str__(self) -> str:
         return (
-            f"{self.url}: coordinator {self.writer} stopped, as {self.by} has taken over "
-            f"(epoch {self.epoch}); nothing is lost. To have this one write again: "
+            f"{self.url}: coordinator {self.writer} stopped because {self.by} took over "
+            f"(epoch {self.epoch}); nothing is lost. To take over again: "
             "smdist coordinator stop, then smdist coordinator start --take-over"
         )
 
@@ -235,20 +276,22 @@ class Superseded(CoordinationError):
 
 
 class TrialError(SmdistError):
-    pass
+    """A question about a run has no answer."""
 
 
 class NoSuchRun(TrialError):
+    """There is no run at this location."""
+
     def __init__(self, url: str) -> None:
         self.url = url
         super().__init__(url)
 
     def __str__(self) -> str:
-        return f"no run at {self.url}: check the path, or wait until the job's first rank started"
+        return f"no run at {self.url}; check the path, or wait until the first rank has started"
 
 
 class RunReplaced(TrialError):
-    """Another run was begun in the place of the one that a trial has opened."""
+    """Another run was started at the location of the opened one."""
 
     def __init__(self, url: str, run_id: str, other: str) -> None:
         self.url, self.run_id, self.other = url, run_id, other
@@ -256,8 +299,8 @@ class RunReplaced(TrialError):
 
     def __str__(self) -> str:
         return (
-            f"{self.url} holds run {self.other} by now; this trial is of run {self.run_id}, which "
-            "was removed, and stays as it is: open another one"
+            f"{self.url} now holds run {self.other}; run {self.run_id} of this trial was removed. "
+            "Open a new trial"
         )
 
 
@@ -268,16 +311,22 @@ class _StepError(TrialError):
 
 
 class StepUnavailable(_StepError):
+    """The step was not saved."""
+
     def __str__(self) -> str:
         return f"step {self.step} of mode {self.mode.name} was not saved"
 
 
 class StepNotYetAvailable(_StepError):
+    """The job still runs and has not reached the step."""
+
     def __str__(self) -> str:
-        return f"step {self.step} of mode {self.mode.name} is not there yet; the job still runs"
+        return f"step {self.step} of mode {self.mode.name} is not available yet; the job is running"
 
 
 class TensorUnavailable(TrialError):
+    """No tensor of this name was saved."""
+
     def __init__(self, tname: str, near: Sequence[str] = ()) -> None:
         self.tname, self.near = tname, tuple(near)
         super().__init__(tname, self.near)
@@ -288,6 +337,8 @@ class TensorUnavailable(TrialError):
 
 
 class TensorUnavailableForStep(TrialError):
+    """The tensor was not saved at this step."""
+
     def __init__(
         self,
         tname: str,
@@ -308,6 +359,8 @@ class TensorUnavailableForStep(TrialError):
 
 
 class ShapeUnavailableForStep(TrialError):
+    """The shape of the tensor was not saved at this step."""
+
     def __init__(self, tname: str, step: int, mode: ModeKeys = ModeKeys.GLOBAL) -> None:
         self.tname, self.step, self.mode = tname, step, mode
         super().__init__(tname, step, mode)
@@ -317,32 +370,38 @@ class ShapeUnavailableForStep(TrialError):
 
 
 class InvalidWorker(TrialError):
+    """The run has no worker of this name."""
+
     def __init__(self, worker: str, workers: Sequence[str] = ()) -> None:
         self.worker, self.workers = worker, tuple(workers)
         super().__init__(worker, self.workers)
 
     def __str__(self) -> str:
         known = ", ".join(self.workers[:8]) + (", ..." if len(self.workers) > 8 else "")
-        return f"no worker {self.worker!r} in this run; it has {known or 'none yet'}"
+        return f"no worker {self.worker!r} in this run; its workers: {known or 'none yet'}"
 
 
 class NoMoreData(TrialError):
+    """The job ended before it reached the step."""
+
     def __init__(self, step: int, mode: ModeKeys, last_step: int | None) -> None:
         self.step, self.mode, self.last_step = step, mode, last_step
         super().__init__(step, mode, last_step)
 
     def __str__(self) -> str:
         return (
-            f"the job ended; step {self.step} of mode {self.mode.name} will not come "
+            f"the job ended before step {self.step} of mode {self.mode.name} "
             f"(last step: {self.last_step})"
         )
 
 
 class WaitTimeout(TrialError, TimeoutError):
-    pass
+    """A wait reached its deadline."""
 
 
 class RuleEvaluationConditionMet(TrialError):
+    """The condition of a rule holds at this step."""
+
     def __init__(self, rule_name: str, step: int, end_of_rule: bool = False) -> None:
         self.rule_name, self.step, self.end_of_rule = rule_name, step, end_of_rule
         super().__init__(rule_name, step, end_of_rule)

@@ -1,4 +1,4 @@
-"""Names of things: modes, workers, steps. Pure; imports nothing of smdist."""
+"""Modes, steps and worker names. Pure; imports nothing of smdist."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import re
 from enum import Enum
 from typing import NamedTuple
 
-__all__ = ["ModeKeys", "StepRef", "encodable", "modes", "printable", "worker_name", "worker_rank"]
+__all__ = ["ModeKeys", "StepRef", "modes", "worker_name", "worker_rank"]
 
 
 class ModeKeys(Enum):
-    """The phase a step belongs to. GLOBAL is both the default phase and 'all phases' in queries."""
+    """The phase a step belongs to. GLOBAL is the default phase; in queries it means all phases."""
 
     TRAIN = 1
     EVAL = 2
@@ -29,22 +29,6 @@ class StepRef(NamedTuple):
     step: int
 
 
-def encodable(text: str) -> str:
-    """Half a surrogate pair, which no file and no terminal takes, is shown as an escape."""
-    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
-
-
-def printable(text: str) -> str:
-    """`text` for a terminal or a log: what does not show, steers it or turns it around is escaped.
-
-    Control characters, line breaks and marks of direction among them. For the rim, where text is
-    printed: what is stored stays as it is.
-    """
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
 _WORKER = re.compile(r"worker_(\d+)")
 
 
@@ -53,8 +37,8 @@ def worker_name(rank: int) -> str:
 
 
 def worker_rank(worker: str) -> int:
-    """Rank of a worker's name; ValueError for anything else."""
+    """Return the rank in a worker's name. Raises ValueError for any other text."""
     found = _WORKER.fullmatch(worker)
     if found is None:
-        raise ValueError(f"{worker!r} is not the name of a worker, such as 'worker_0'")
+        raise ValueError(f"{worker!r} is not a worker name such as 'worker_0'")
     return int(found[1])

@@ -25,7 +25,8 @@ from smdist.config import CollectionManager, HookConfig
 from smdist.config.collection import SCALAR_COLLECTIONS, Collection, CollectionKeys, compile_regex
 from smdist.config.schedule import NEVER, Schedule
 from smdist.errors import InvalidCollectionConfiguration
-from smdist.identity import ModeKeys, encodable
+from smdist.identity import ModeKeys
+from smdist.messages import encodable
 
 __all__ = ["NEVER", "Planner", "StepPlan", "TensorPlan"]
 

@@ -37,7 +37,7 @@ from smdist import create_trial
 from smdist.coordination.ray_actor.client import CoordinatorClient
 from smdist.coordination.view.status import RunStatus
 from smdist.errors import NoSuchRun
-from smdist.identity import printable
+from smdist.messages import printable
 
 HERE = Path(__file__).resolve().parent
 MARK = ".smdist-demo"

@@ -16,7 +16,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from smdist import modes
-from smdist.identity import printable
+from smdist.messages import printable
 from smdist.trials import Trial
 
 HERE = Path(__file__).resolve().parent

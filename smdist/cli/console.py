@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from smdist.identity import printable
+from smdist.messages import printable
 
 __all__ = ["PlainConsole", "complain"]
 

@@ -27,7 +27,7 @@ from smdist.coordination.ray_actor.coordinator import (
 from smdist.coordination.ray_actor.launcher import Attachment
 from smdist.coordination.view.status import RunStatus
 from smdist.errors import CoordinationError, SmdistError
-from smdist.identity import printable
+from smdist.messages import printable
 
 __all__ = ["start", "status", "stop"]
 

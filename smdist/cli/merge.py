@@ -7,7 +7,7 @@ import asyncio
 from smdist.cli.console import complain
 from smdist.coordination.service.merge_once import MergeResult, merge_once
 from smdist.errors import AlreadyCoordinated, SmdistError, Superseded
-from smdist.identity import printable
+from smdist.messages import printable
 from smdist.storage import open_store
 
 __all__ = ["run"]

@@ -10,19 +10,17 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from smdist.cli.console import PlainConsole
-from smdist.errors import SmdistError
-from smdist.identity import printable
+from smdist.errors import SmdistError, SpoolBusy, TrainerAlive
+from smdist.messages import count_of, printable, readable_bytes
 from smdist.workers.spool.private_files import private_root
-from smdist.workers.spool.spool import Spool, SpoolBusy, sweep, sweep_one
+from smdist.workers.spool.spool import Spool, sweep, sweep_one
 from smdist.workers.upload.recover import (
     Recovered,
-    TrainerAlive,
     default_roots,
     find_spools,
     pending_bytes,
     recover,
 )
-from smdist.workers.upload.retry import readable_bytes
 
 __all__ = ["run"]
 
@@ -95,7 +93,7 @@ def _send(console: PlainConsole, path: Path, *, force: bool, give_up_s: float) -
 
 
 def _told(done: Recovered) -> str:
-    steps = f"{done.steps} step{'' if done.steps == 1 else 's'}"
+    steps = count_of(done.steps, "step")
     what = f"{steps}, {readable_bytes(done.nbytes)}" if done.nbytes else "nothing was missing"
     how = f"{done.state}: {done.reason}" if done.reason else done.state
     return f"{done.worker} -> {done.out_dir}: {what} ({how})"

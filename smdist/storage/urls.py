@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from smdist.errors import ConfigurationError, StoreError
+from smdist.messages import redact_url
 from smdist.storage import loop_thread as sync
 from smdist.storage.local import LocalStore
-from smdist.storage.redacted_url import redact_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from smdist.coordination.view.membership import RankReport, RankStatus
 from smdist.format.intervals import to_intervals
-from smdist.identity import ModeKeys, printable, worker_name
+from smdist.identity import ModeKeys, worker_name
+from smdist.messages import printable
 from smdist.trials.catalogue import Catalogue
 
 __all__ = ["AttemptInfo", "DroppedTensors", "attempt_info", "describe", "dropped"]

@@ -12,12 +12,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from smdist.errors import SpoolUnavailable
+from smdist.errors import SpoolBusy, SpoolUnavailable, TrainerAlive
 from smdist.format.journal_records import End
 from smdist.processes import is_alive, is_stopped
 from smdist.workers.spool.private_files import private_root
-from smdist.workers.spool.spool import SpoolBusy
-from smdist.workers.upload.recover import TrainerAlive, find_spools, pending_bytes, recover
+from smdist.workers.upload.recover import find_spools, pending_bytes, recover
 from smdist.workers.upload.retry import GaveUp
 from tests.integration.rig import (
     REPOSITORY,

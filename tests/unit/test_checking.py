@@ -24,8 +24,8 @@ from smdist.format.intervals import (
 )
 from smdist.format.manifest import RankManifest, StepEntry
 from smdist.format.stored_json import decode, encode
-from smdist.identity import printable
 from smdist.limits import MAX_NUMBER, MAX_RANKS, Digest, MergedKey, Rank, SegmentKey
+from smdist.messages import printable
 from smdist.workers.hook.error_policy import ErrorPolicy
 from smdist.workers.spool.logs import logger
 

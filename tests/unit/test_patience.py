@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from smdist.errors import StoreError, StoreFull
+from smdist.messages import readable_bytes
 from smdist.workers.spool.ack_page import AckPage
-from smdist.workers.upload.retry import Conflict, GaveUp, Patience, readable_bytes
+from smdist.workers.upload.retry import Conflict, GaveUp, Patience
 
 
 class Door:

@@ -141,7 +141,9 @@ def test_custom_collection_that_selects_nothing_is_an_error_at_the_first_step() 
         planner, manager = plan_for(**arguments)
         manager.get("mine")
         assert not planner.wanted_anywhere("x")
-        with pytest.raises(InvalidCollectionConfiguration, match="'mine' can match no tensor"):
+        with pytest.raises(
+            InvalidCollectionConfiguration, match="'mine' has neither include_regex nor"
+        ):
             planner.next_due(TRAIN, 0)
         manager.get("mine").include("x")
         assert planner.next_due(TRAIN, 0) == 0

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from smdist.errors import SpoolUnavailable
+from smdist.errors import NotPrivate, SpoolUnavailable
 from smdist.format.manifest import Run, Session
 from smdist.workers.spool.ack_page import AckPage
 from smdist.workers.spool.journal import JournalReader, JournalWriter
-from smdist.workers.spool.private_files import NotPrivate, private_root, refusal, remove_folder
+from smdist.workers.spool.private_files import private_root, refusal, remove_folder
 from smdist.workers.spool.spool import Doorbell, Spool, SpoolInfo, UploadOptions
 from smdist.workers.upload.batch import Arenas
 

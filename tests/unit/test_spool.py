@@ -11,14 +11,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from smdist.errors import SpoolUnavailable
+from smdist.errors import SpoolBusy, SpoolUnavailable
 from smdist.format.manifest import Run, Session
 from smdist.workers.spool.journal import JournalWriter
 from smdist.workers.spool.private_files import private_root
 from smdist.workers.spool.spool import (
     Doorbell,
     Spool,
-    SpoolBusy,
     SpoolInfo,
     UploadOptions,
     spool_name,

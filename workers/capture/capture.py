@@ -45,8 +45,9 @@ from smdist.format.journal_records import (
     Record,
     Trouble,
 )
-from smdist.identity import StepRef, encodable
+from smdist.identity import StepRef
 from smdist.kernel.tensor_stats import measure_into
+from smdist.messages import encodable
 from smdist.workers.capture.arena import ALIGNMENT
 from smdist.workers.capture.buffer import Buffer, Spot
 from smdist.workers.capture.deferred import Deferred

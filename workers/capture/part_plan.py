@@ -11,8 +11,8 @@ from typing import NamedTuple
 from smdist import kernel
 from smdist.format.dtypes import itemsize
 from smdist.format.journal_records import Declare, TensorSpec
-from smdist.identity import encodable
 from smdist.kernel.tensor_stats import columns_for
+from smdist.messages import encodable
 from smdist.planning import TensorPlan
 
 __all__ = ["INLINE_BYTES", "CaptureRequest", "PartPlan", "plan_part"]

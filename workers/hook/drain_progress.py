@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from smdist.workers.upload.retry import readable_bytes
+from smdist.messages import readable_bytes
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import CodeType
 
 from smdist.errors import ConfigurationError, DrainTimeout
-from smdist.identity import encodable
+from smdist.messages import encodable
 
 __all__ = ["ErrorPolicy", "raised_by_signal_handler"]
 

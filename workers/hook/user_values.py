@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
-from smdist.identity import ModeKeys, StepRef, encodable
+from smdist.identity import ModeKeys, StepRef
+from smdist.messages import encodable
 from smdist.planning import Planner, TensorPlan
 from smdist.workers.capture.tensor_access import TensorAccess
 from smdist.workers.hook.capture_session import Sink

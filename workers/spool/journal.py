@@ -30,9 +30,8 @@ import google_crc32c
 import msgspec
 
 from smdist import kernel
-from smdist.errors import SpoolUnavailable
+from smdist.errors import NotPrivate, SpoolUnavailable
 from smdist.format.journal_records import Declare, Inline, Part, Piece, Record, Trouble
-from smdist.workers.spool.private_files import NotPrivate
 from smdist.workers.spool.spool import Spool, no_room
 
 __all__ = ["JournalFileFull", "JournalReader", "JournalWriter"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from smdist.identity import printable
+from smdist.messages import printable
 
 __all__ = ["logger"]
 

@@ -17,10 +17,9 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from smdist.errors import SpoolUnavailable
+from smdist.errors import NotPrivate
 
 __all__ = [
-    "NotPrivate",
     "check_files",
     "is_private_name",
     "list_folders",
@@ -37,14 +36,6 @@ __all__ = [
 _ANYBODY, _WRITERS = 0o077, 0o022  # bits of a mode that nobody but the owner may have
 _SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY
-
-
-class NotPrivate(SpoolUnavailable, PermissionError):
-    """Somebody else may have made or changed it; `cause` says why, `remedy` what to do."""
-
-    def __init__(self, cause: str, remedy: str) -> None:
-        self.cause, self.remedy = cause, remedy
-        super().__init__(f"{cause}: nothing is sent or removed; {remedy}")
 
 
 def private_root(root: Path) -> Path:

@@ -32,11 +32,10 @@ from typing import BinaryIO
 
 import msgspec
 
-from smdist.errors import SpoolUnavailable
+from smdist.errors import NotPrivate, SpoolBusy, SpoolUnavailable
 from smdist.format.manifest import Run, Session
 from smdist.identity import worker_name
 from smdist.workers.spool.private_files import (
-    NotPrivate,
     check_files,
     is_private_name,
     list_folders,
@@ -55,7 +54,6 @@ __all__ = [
     "Doorbell",
     "Entry",
     "Spool",
-    "SpoolBusy",
     "SpoolInfo",
     "UploadOptions",
     "spool_name",
@@ -106,10 +104,6 @@ class SpoolInfo(msgspec.Struct, frozen=True):
     entered: bool = False  # the store has been given run and session
     place: str = ""  # `out_dir` with what the environment had to say of it; no secrets
     profile: str = ""  # AWS_PROFILE of the training process
-
-
-class SpoolBusy(SpoolUnavailable):
-    """Another uploader works on this spool."""
 
 
 def spool_name(info: SpoolInfo) -> str:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from smdist.errors import SpoolUnavailable
+from smdist.errors import TrainerAlive
 from smdist.format.journal_records import End
 from smdist.format.manifest import RankState
 from smdist.identity import worker_name
@@ -31,11 +31,7 @@ from smdist.workers.spool.spool import Spool
 from smdist.workers.upload.batch import Batch, captured_bytes
 from smdist.workers.upload.uploader import Uploader
 
-__all__ = ["Recovered", "TrainerAlive", "default_roots", "find_spools", "pending_bytes", "recover"]
-
-
-class TrainerAlive(SpoolUnavailable):
-    """The process that fills this spool still runs, or may do so."""
+__all__ = ["Recovered", "default_roots", "find_spools", "pending_bytes", "recover"]
 
 
 class Recovered(NamedTuple):

@@ -15,9 +15,10 @@ from collections.abc import Awaitable, Callable
 from typing import NamedTuple, TypeVar
 
 from smdist.errors import CaptureError
+from smdist.messages import readable_bytes
 from smdist.workers.spool.ack_page import AckPage
 
-__all__ = ["Conflict", "GaveUp", "Patience", "readable_bytes"]
+__all__ = ["Conflict", "GaveUp", "Patience"]
 
 T = TypeVar("T")
 
@@ -141,11 +142,3 @@ class Patience:
         """In the acknowledgement page, what holds the drain up; a courtesy that fails holds nothing up."""
         failing = sorted(self._failing.values(), key=lambda each: not each.serious)
         self._ack_page.last_error = failing[0].text if failing else ""
-
-
-def readable_bytes(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"

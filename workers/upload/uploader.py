@@ -31,7 +31,8 @@ from smdist.errors import SmdistError
 from smdist.format.journal_records import End, Piece
 from smdist.format.manifest import RankManifest, heartbeat_key
 from smdist.format.stored_json import encode
-from smdist.identity import printable, worker_name
+from smdist.identity import worker_name
+from smdist.messages import printable, readable_bytes
 from smdist.processes import is_alive, is_stopped, watch_exit
 from smdist.storage import open_store
 from smdist.storage.store import Store
@@ -56,7 +57,7 @@ from smdist.workers.upload.hint_sender import Announcer
 from smdist.workers.upload.intake import Intake
 from smdist.workers.upload.manifest_spans import Rolling
 from smdist.workers.upload.process import LEFT_BEHIND, REFUSED
-from smdist.workers.upload.retry import GaveUp, Patience, readable_bytes
+from smdist.workers.upload.retry import GaveUp, Patience
 from smdist.workers.upload.run_guard import Place, Refused
 from smdist.workers.upload.summaries import Summary
 

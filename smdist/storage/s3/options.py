@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from urllib.parse import parse_qsl, quote, urlsplit
 
 from smdist.errors import ConfigurationError, UnknownKey
-from smdist.storage.redacted_url import redact_url
+from smdist.messages import redact_url
 
 __all__ = ["AWS", "S3Location", "S3Options", "check_endpoint", "is_loopback", "parse_s3_url"]
 

@@ -119,7 +119,7 @@ $(VENV)/smdist.stamp: pyproject.toml setup.py constraints/main.txt smdist/kernel
 
 test-oldest: $(OLDEST)/smdist.stamp
 	@$(OLDEST)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/unit tests/contracts \
-	  -m "not torch and not ray" --ignore-glob="tests/unit/test_torch_*" $(ARGS)
+	  -m "not torch and not ray" --ignore=tests/unit/workers/torch_adapter $(ARGS)
 
 $(OLDEST)/smdist.stamp: pyproject.toml setup.py constraints/oldest.txt smdist/kernel/_native.c
 	@echo "[1/2] virtual environment in $(OLDEST)"

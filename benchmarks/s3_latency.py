@@ -74,7 +74,7 @@ def run(out_dir: str, spools: Path, model: str, steps: int, pace_s: float, clock
 def late(port: int) -> Iterator[int]:
     """A port behind which the server is far away. A process: a thread would be felt in training."""
     code = (
-        "import sys; from tests.faults.proxy import *\n"
+        "import sys; from tests.support.proxy import *\n"
         f"with proxied({port}) as proxy:\n"
         f"    proxy.inject(Latency({LATENCY_S}))\n"
         "    print(proxy.port, flush=True)\n"

@@ -24,8 +24,8 @@ import msgspec
 
 from benchmarks.environments import Unavailable, interpreter
 from benchmarks.table import Row
-from tests.faults.proxy import proxied
 from tests.servers.s3 import KEY, SECRET, start_rclone
+from tests.support.proxy import proxied
 
 RANKS, STEPS = 8, 1000  # no more than that
 

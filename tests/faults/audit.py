@@ -19,7 +19,7 @@ from smdist.format.manifest import RankManifest, layout_key
 from smdist.identity import modes
 from smdist.trials import Trial
 from tests.faults.launcher import Noted, Started
-from tests.spans import assert_spans_agree
+from tests.support.spans import assert_spans_agree
 
 TRAIN = modes.TRAIN
 

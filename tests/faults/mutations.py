@@ -24,8 +24,8 @@ from smdist.storage.store import Store
 from smdist.trials import create_trial
 from smdist.trials.trial import Trial
 from smdist.workers.upload.summaries import Summary
-from tests.run_builder import RankWriter, RunBuilder, Saved
-from tests.spans import Roller
+from tests.support.run_builder import RankWriter, RunBuilder, Saved
+from tests.support.spans import Roller
 
 TRAIN, EVAL = ModeKeys.TRAIN, ModeKeys.EVAL
 

@@ -30,7 +30,7 @@ from smdist.kernel.tensor_stats import derive
 from tests.faults.audit import opens_elsewhere
 from tests.faults.launcher import Noted
 from tests.faults.schedule_plan import CLOSE, Plan, value
-from tests.spans import assert_spans_agree
+from tests.support.spans import assert_spans_agree
 
 __all__ = ["Told", "audit"]
 

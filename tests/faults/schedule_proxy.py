@@ -16,8 +16,8 @@ from collections import Counter
 from collections.abc import Iterator
 from urllib.parse import unquote
 
-from tests.faults import proxy as base
 from tests.faults.schedule_plan import Cut, Deed, Delay, Halve, Kill, Lose, Plan, Refuse
+from tests.support import proxy as base
 
 __all__ = ["ScheduleProxy", "Traffic", "sort_of"]
 

@@ -32,7 +32,7 @@ from tests.faults.launcher import (
     until,
 )
 from tests.faults.places import Place
-from tests.integration.torch_jobs import beside_waiting
+from tests.support.torch_jobs import beside_waiting
 
 TRAIN = modes.TRAIN
 

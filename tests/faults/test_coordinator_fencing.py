@@ -21,9 +21,9 @@ from smdist.storage import loop_thread as sync
 from smdist.storage import open_store
 from smdist.storage.in_memory import MemoryStore
 from smdist.storage.store import Buffer, Store
-from tests.faults.coordinator_driver import from_scratch
-from tests.run_builder import RankWriter, RunBuilder
 from tests.servers.s3 import Server, aws, moto, rclone
+from tests.support.coordinator_driver import from_scratch
+from tests.support.run_builder import RankWriter, RunBuilder
 
 __all__ = ["aws", "moto", "rclone"]  # fixtures
 

@@ -17,8 +17,8 @@ from smdist.coordination.view.membership import LivenessTimeouts
 from smdist.coordination.view.status import RankLine
 from smdist.processes import is_stopped
 from smdist.storage.local import LocalStore
-from tests.faults.coordinator_driver import from_scratch
 from tests.faults.launcher import Launcher, Started, drained
+from tests.support.coordinator_driver import from_scratch
 
 pytestmark = pytest.mark.ranks
 

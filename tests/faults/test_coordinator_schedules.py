@@ -9,7 +9,7 @@ import pytest
 
 from smdist.coordination.service import run_watcher as watcher
 from smdist.storage.in_memory import MemoryStore
-from tests.faults.coordinator_driver import Life, Schedule
+from tests.support.coordinator_driver import Life, Schedule
 
 MOST_TURNS = 600
 

@@ -31,8 +31,8 @@ from smdist.workers.upload.process import uploader_command
 from smdist.workers.upload.recover import find_spools
 from tests.faults.audit import assert_in_run, audit
 from tests.faults.launcher import REPOSITORY, Launcher, drained
-from tests.integration.rig import Job, leave_behind, read_store
-from tests.integration.torch_jobs import beside_waiting
+from tests.support.torch_jobs import beside_waiting
+from tests.support.uploader_rig import Job, leave_behind, read_store
 
 OTHER = 65534  # another user
 ELEMENTS = 100

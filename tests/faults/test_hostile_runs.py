@@ -43,7 +43,7 @@ from smdist.identity import ModeKeys
 from smdist.limits import MAX_RANKS
 from smdist.storage import LocalStore
 from smdist.storage import loop_thread as sync
-from tests.run_builder import RunBuilder, Saved
+from tests.support.run_builder import RunBuilder, Saved
 
 TRAIN = ModeKeys.TRAIN
 READER = Path(__file__).with_name("hostile_reader.py")

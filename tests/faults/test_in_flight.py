@@ -12,7 +12,7 @@ from smdist.storage import Buffer
 from smdist.storage.local import LocalStore
 from smdist.workers.spool.spool import UploadOptions
 from smdist.workers.upload.recover import recover
-from tests.integration.rig import Job, leave_behind, read_store
+from tests.support.uploader_rig import Job, leave_behind, read_store
 
 STEPS, STEP_BYTES = 40, 80_000
 BATCHES = 4

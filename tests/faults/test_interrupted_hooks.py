@@ -19,8 +19,8 @@ from torch import nn
 
 import smdist.pytorch as smd
 from smdist.trials import Trial
-from tests.faults.cuts import Cut, Cuts
-from tests.integration.torch_jobs import EVERY_STEP
+from tests.support.cuts import Cut, Cuts
+from tests.support.torch_jobs import EVERY_STEP
 
 # The standard library's own files, if an exception comes before it closes them.
 pytestmark = [

@@ -32,7 +32,7 @@ from smdist.workers.spool.ack_page import AckPage
 from smdist.workers.spool.journal import JournalReader, JournalWriter
 from smdist.workers.spool.spool import Spool, SpoolInfo, UploadOptions
 from smdist.workers.upload.batch import Arenas
-from tests.faults.cuts import Cut, Cuts
+from tests.support.cuts import Cut, Cuts
 
 Array = npt.NDArray[np.int64]
 RAW = TensorPlan(raw=True, reductions=frozenset(), collections=("weights",))

@@ -17,8 +17,9 @@ import pytest
 
 from smdist.format.manifest import RankManifest, manifest_key
 from smdist.workers.spool.spool import UploadOptions
-from tests.faults.proxy import FaultProxy, Hold, Rule, proxied
-from tests.integration.rig import (
+from tests.servers.s3 import Server, aws, moto, rclone
+from tests.support.proxy import FaultProxy, Hold, Rule, proxied
+from tests.support.uploader_rig import (
     Job,
     Process,
     Stored,
@@ -27,7 +28,6 @@ from tests.integration.rig import (
     read_store,
     until,
 )
-from tests.servers.s3 import Server, aws, moto, rclone
 
 __all__ = ["aws", "moto", "rclone"]  # fixtures
 

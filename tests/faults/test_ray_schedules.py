@@ -24,9 +24,9 @@ from smdist.coordination.snapshot.pack import POINTER_KEY, Pointer, load_view
 from smdist.identity import ModeKeys
 from smdist.storage import LocalStore
 from smdist.storage import loop_thread as sync
-from tests.faults.coordinator_driver import from_scratch
-from tests.run_builder import RankWriter, RunBuilder
 from tests.servers.ray_cluster import Cluster, Driver, Node, start_cluster, until
+from tests.support.coordinator_driver import from_scratch
+from tests.support.run_builder import RankWriter, RunBuilder
 
 pytestmark = pytest.mark.ray
 

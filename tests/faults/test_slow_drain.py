@@ -15,7 +15,7 @@ from smdist.storage.local import LocalStore
 from smdist.workers.spool.spool import UploadOptions
 from smdist.workers.upload.recover import find_spools, recover
 from smdist.workers.upload.retry import GaveUp
-from tests.integration.rig import Job, leave_behind, read_store
+from tests.support.uploader_rig import Job, leave_behind, read_store
 
 STEPS, LIMIT_S = 12, 30.0
 

@@ -28,11 +28,11 @@ from smdist.format.manifest import Heartbeat, Session, session_key
 from smdist.storage import loop_thread as sync
 from smdist.storage import open_store
 from smdist.trials import create_trial
-from tests.faults.coordinator_driver import from_scratch
-from tests.integration.s3_jobs import environment
 from tests.servers.ports import free_port
 from tests.servers.ray_cluster import Driver, DriverError, until
 from tests.servers.s3 import Server
+from tests.support.coordinator_driver import from_scratch
+from tests.support.s3_jobs import environment
 
 __all__ = [
     "EXAMPLES",

@@ -15,8 +15,8 @@ from torch import nn
 
 import smdist.pytorch as smd
 from smdist.storage import LocalStore
-from tests.integration.torch_jobs import Net, read, train
-from tests.run_builder import RunBuilder, Saved
+from tests.support.run_builder import RunBuilder, Saved
+from tests.support.torch_jobs import Net, read, train
 
 ROOT = Path(__file__).parents[2]
 README, GUIDE = ROOT / "README.md", ROOT / "docs/guide.md"

@@ -26,11 +26,11 @@ from smdist.workers.upload.recover import recover
 from smdist.workers.upload.run_guard import Misplaced, Refused
 from tests.faults.audit import assert_in_run, audit
 from tests.faults.launcher import Launcher, drained, launching, spools, uploaders
-from tests.faults.proxy import Answer, Fault, HalfOpen, proxied
-from tests.integration.rig import until
-from tests.integration.s3_jobs import assert_equals_copies, cli, start_job
 from tests.servers.s3 import Server, aws, moto, rclone, start_rclone
-from tests.spans import assert_spans_agree
+from tests.support.proxy import Answer, Fault, HalfOpen, proxied
+from tests.support.s3_jobs import assert_equals_copies, cli, start_job
+from tests.support.spans import assert_spans_agree
+from tests.support.uploader_rig import until
 
 __all__ = ["aws", "moto", "rclone"]  # fixtures
 

@@ -17,7 +17,7 @@ import pytest
 from smdist import create_trial, modes
 from smdist.errors import TensorUnavailableForStep
 from smdist.trials import Trial
-from tests.example_runs import EXAMPLES, run_example
+from tests.support.example_runs import EXAMPLES, run_example
 
 REPOSITORY = Path(__file__).parents[2]
 RANKS = 2

@@ -25,11 +25,11 @@ from smdist.trials import Trial
 from smdist.workers.spool.spool import Spool, UploadOptions
 from smdist.workers.upload.process import Supervisor
 from smdist.workers.upload.recover import recover
-from tests.faults.proxy import FaultProxy, HalfOpen, Hold, proxied
-from tests.integration.rig import Job, Rank, make_spool, until
-from tests.integration.s3_jobs import cli
 from tests.servers.s3 import Server, aws, moto, rclone
-from tests.unit.test_trial_snapshot import answers
+from tests.support.proxy import FaultProxy, HalfOpen, Hold, proxied
+from tests.support.s3_jobs import cli
+from tests.support.uploader_rig import Job, Rank, make_spool, until
+from tests.unit.smdist.trials.test_trial_snapshot import answers
 
 __all__ = ["aws", "moto", "rclone"]  # fixtures
 

@@ -15,8 +15,8 @@ import pytest
 import smdist.pytorch as smd
 from smdist.errors import NoSuchRun
 from smdist.trials import S3Trial
-from tests.integration.torch_jobs import Net, train
 from tests.servers.s3 import Server, aws, rclone
+from tests.support.torch_jobs import Net, train
 
 __all__ = ["aws", "rclone"]  # fixtures
 

@@ -25,8 +25,6 @@ from smdist.errors import AlreadyCoordinated
 from smdist.identity import ModeKeys
 from smdist.storage import LocalStore, Store, open_store
 from smdist.storage import loop_thread as sync
-from tests.faults.coordinator_driver import from_scratch
-from tests.run_builder import RankWriter, RunBuilder
 from tests.servers.ray_cluster import (
     Cluster,
     Driver,
@@ -37,6 +35,8 @@ from tests.servers.ray_cluster import (
     until,
 )
 from tests.servers.s3 import Server, aws, rclone
+from tests.support.coordinator_driver import from_scratch
+from tests.support.run_builder import RankWriter, RunBuilder
 
 __all__ = ["aws", "ray_cluster", "rclone"]  # fixtures
 

@@ -18,7 +18,7 @@ from smdist.processes import is_alive, is_stopped
 from smdist.workers.spool.private_files import private_root
 from smdist.workers.upload.recover import find_spools, pending_bytes, recover
 from smdist.workers.upload.retry import GaveUp
-from tests.integration.rig import (
+from tests.support.uploader_rig import (
     REPOSITORY,
     Job,
     Rank,
@@ -249,7 +249,7 @@ import os, signal
 from pathlib import Path
 from smdist.workers.spool.journal import JournalWriter
 from smdist.workers.spool.spool import Spool
-from tests.integration.rig import Job, make_spool
+from tests.support.uploader_rig import Job, make_spool
 Spool.create = classmethod(lambda cls, *given: cls.made(*given))
 with make_spool(Job(root={str(root)!r}, out_dir="/nowhere")) as spool:
     JournalWriter(spool)

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.leaks import assert_no_secret, no_leaks
-from tests.faults.proxy import Answer, FaultProxy, Latency, proxied
 from tests.faults.test_bad_places import trouble_of
-from tests.integration.rig import until
-from tests.integration.s3_jobs import Ran, assert_equals_copies, run_job, start_job
 from tests.servers.s3 import Server, aws, rclone
+from tests.support.leaks import assert_no_secret, no_leaks
+from tests.support.proxy import Answer, FaultProxy, Latency, proxied
+from tests.support.s3_jobs import Ran, assert_equals_copies, run_job, start_job
+from tests.support.uploader_rig import until
 
 __all__ = ["aws", "no_leaks", "rclone"]  # fixtures
 

@@ -27,11 +27,11 @@ from smdist.errors import (
     StoreForbidden,
 )
 from smdist.workers.capture.capture import Usage
-from tests.faults.leaks import WRONG, assert_no_secret, assert_told_without_secret, no_leaks
-from tests.faults.proxy import Answer, FaultProxy, HalfOpen, proxied
-from tests.integration.rig import until
-from tests.integration.torch_jobs import EVERY_STEP, Net, train
 from tests.servers.s3 import SECRET, TOKEN, Server, add_user, aws, enforce_rights, moto, rclone
+from tests.support.leaks import WRONG, assert_no_secret, assert_told_without_secret, no_leaks
+from tests.support.proxy import Answer, FaultProxy, HalfOpen, proxied
+from tests.support.torch_jobs import EVERY_STEP, Net, train
+from tests.support.uploader_rig import until
 
 __all__ = ["aws", "moto", "no_leaks", "rclone"]  # fixtures
 

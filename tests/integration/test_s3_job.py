@@ -16,11 +16,11 @@ from smdist.identity import ModeKeys
 from smdist.storage import loop_thread as sync
 from smdist.storage import open_store
 from smdist.trials import RankStatus
-from tests.faults.leaks import no_leaks
-from tests.integration.rig import until
-from tests.integration.s3_jobs import assert_equals_copies, cli, environment, run_job, start_job
-from tests.run_builder import RunBuilder
 from tests.servers.s3 import Server, aws, moto, rclone
+from tests.support.leaks import no_leaks
+from tests.support.run_builder import RunBuilder
+from tests.support.s3_jobs import assert_equals_copies, cli, environment, run_job, start_job
+from tests.support.uploader_rig import until
 
 __all__ = ["aws", "moto", "no_leaks", "rclone"]  # fixtures
 

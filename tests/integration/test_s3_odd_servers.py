@@ -24,8 +24,6 @@ from smdist.errors import (
 )
 from smdist.storage import check_writable, open_store
 from smdist.storage.s3.store import S3Options, S3Statistics, S3Store, open_s3
-from tests.faults.leaks import assert_no_secret, no_leaks
-from tests.faults.proxy import Answer, Chunked, Fault, FaultProxy, Latency, Reset, proxied
 from tests.servers.s3 import (
     KEY,
     OTHER_KEY,
@@ -37,6 +35,8 @@ from tests.servers.s3 import (
     moto,
     rclone,
 )
+from tests.support.leaks import assert_no_secret, no_leaks
+from tests.support.proxy import Answer, Chunked, Fault, FaultProxy, Latency, Reset, proxied
 
 __all__ = ["aws", "moto", "no_leaks", "rclone"]  # fixtures
 

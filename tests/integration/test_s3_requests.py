@@ -16,11 +16,11 @@ from smdist.identity import ModeKeys
 from smdist.storage import loop_thread as sync
 from smdist.storage import open_store
 from smdist.workers.upload.summaries import Summary
-from tests.faults.proxy import FaultProxy, proxied
-from tests.integration.rig import until
-from tests.integration.s3_jobs import assert_equals_copies, run_job, start_job
-from tests.run_builder import RunBuilder
 from tests.servers.s3 import Server, aws, moto, rclone
+from tests.support.proxy import FaultProxy, proxied
+from tests.support.run_builder import RunBuilder
+from tests.support.s3_jobs import assert_equals_copies, run_job, start_job
+from tests.support.uploader_rig import until
 
 __all__ = ["aws", "moto", "rclone"]  # fixtures
 

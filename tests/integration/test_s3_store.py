@@ -25,19 +25,6 @@ from smdist.errors import (
 )
 from smdist.storage import check_writable, open_store
 from smdist.storage.s3.store import S3Options, S3Statistics, S3Store, open_s3
-from tests.faults.leaks import assert_no_secret, no_leaks
-from tests.faults.proxy import (
-    Answer,
-    Cut,
-    Fault,
-    FaultProxy,
-    HalfOpen,
-    Hold,
-    Latency,
-    Reset,
-    Slow,
-    proxied,
-)
 from tests.servers.s3 import (
     KEY,
     OTHER_KEY,
@@ -50,6 +37,19 @@ from tests.servers.s3 import (
     moto,
     rclone,
     start_rclone,
+)
+from tests.support.leaks import assert_no_secret, no_leaks
+from tests.support.proxy import (
+    Answer,
+    Cut,
+    Fault,
+    FaultProxy,
+    HalfOpen,
+    Hold,
+    Latency,
+    Reset,
+    Slow,
+    proxied,
 )
 
 __all__ = ["aws", "moto", "no_leaks", "rclone"]  # fixtures

@@ -12,16 +12,6 @@ import msgspec
 import pytest
 
 from smdist.workers.spool.spool import UploadOptions
-from tests.faults.leaks import assert_no_secret, assert_told_without_secret, no_leaks
-from tests.faults.proxy import Answer, FaultProxy, HalfOpen, proxied
-from tests.integration.rig import (
-    Job,
-    assert_exactly_once,
-    open_ack_page,
-    rank_process,
-    read_store,
-    until,
-)
 from tests.servers.s3 import (
     KEY,
     OTHER_KEY,
@@ -34,6 +24,16 @@ from tests.servers.s3 import (
     enforce_rights,
     moto,
     rclone,
+)
+from tests.support.leaks import assert_no_secret, assert_told_without_secret, no_leaks
+from tests.support.proxy import Answer, FaultProxy, HalfOpen, proxied
+from tests.support.uploader_rig import (
+    Job,
+    assert_exactly_once,
+    open_ack_page,
+    rank_process,
+    read_store,
+    until,
 )
 
 __all__ = ["aws", "moto", "no_leaks", "rclone"]  # fixtures

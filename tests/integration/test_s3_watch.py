@@ -13,8 +13,8 @@ from smdist.identity import ModeKeys
 from smdist.storage import loop_thread as sync
 from smdist.storage import open_store
 from smdist.storage.subtree import StoreSubtree, folders
-from tests.run_builder import RankWriter, RunBuilder
 from tests.servers.s3 import Server, aws, moto, rclone
+from tests.support.run_builder import RankWriter, RunBuilder
 
 __all__ = ["aws", "moto", "rclone"]  # fixtures
 

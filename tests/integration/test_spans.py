@@ -21,8 +21,11 @@ from smdist.storage import loop_thread as sync
 from smdist.storage import open_store
 from smdist.trials import Trial
 from smdist.workers.spool.spool import UploadOptions
-from tests.faults.proxy import FaultProxy, Hold, proxied
-from tests.integration.rig import (
+from tests.servers.s3 import Server, aws, rclone
+from tests.support.proxy import FaultProxy, Hold, proxied
+from tests.support.run_builder import RunBuilder
+from tests.support.spans import Roller, assert_spans_agree
+from tests.support.uploader_rig import (
     Job,
     Process,
     assert_exactly_once,
@@ -31,9 +34,6 @@ from tests.integration.rig import (
     read_store,
     until,
 )
-from tests.run_builder import RunBuilder
-from tests.servers.s3 import Server, aws, rclone
-from tests.spans import Roller, assert_spans_agree
 
 __all__ = ["aws", "rclone"]  # fixtures
 

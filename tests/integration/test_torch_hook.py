@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tests.integration.torch_jobs import (
+from tests.support.torch_jobs import (
     ALL,
     PARAMETERS,
     Net,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import smdist.pytorch as smd
-from tests.integration.torch_jobs import ALL, Net, as_array, hooked, read, same, train
+from tests.support.torch_jobs import ALL, Net, as_array, hooked, read, same, train
 
 NAMES = {
     "Net_fc1.weight",

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import smdist.pytorch as smd
-from tests.integration.rig import until
-from tests.integration.torch_jobs import Net, hooked, read
+from tests.support.torch_jobs import Net, hooked, read
+from tests.support.uploader_rig import until
 
 
 def test_copies_and_pickles_of_a_model_are_free_of_the_hook(tmp_path: Path) -> None:

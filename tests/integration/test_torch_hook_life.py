@@ -31,7 +31,7 @@ from smdist.errors import (
 from smdist.workers.hook import capture_session as session
 from smdist.workers.torch_adapter import parameters as torch_parameters
 from smdist.workers.upload.process import Supervisor
-from tests.integration.torch_jobs import ALL, Net, beside_waiting, hooked, read, train
+from tests.support.torch_jobs import ALL, Net, beside_waiting, hooked, read, train
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -360,7 +360,7 @@ def test_data_loader_workers_do_not_disturb(tmp_path: Path) -> None:
     program = f"""
 import torch, smdist.pytorch as smd
 from torch.utils.data import DataLoader
-from tests.integration.torch_jobs import Net
+from tests.support.torch_jobs import Net
 net = Net()
 hook = smd.Hook({str(tmp_path / "run")!r}, save_config=smd.SaveConfig(save_interval=1), save_all=True,
                 on_error="raise")
@@ -391,7 +391,7 @@ def run(program: str | Path) -> subprocess.CompletedProcess[str]:
 def test_a_process_that_fails_leaves_its_step_open_and_says_why(tmp_path: Path) -> None:
     program = f"""
 import torch, smdist.pytorch as smd
-from tests.integration.torch_jobs import Net
+from tests.support.torch_jobs import Net
 def main():
     net = Net()
     hook = smd.Hook({str(tmp_path / "run")!r}, save_config=smd.SaveConfig(save_interval=1),
@@ -416,7 +416,7 @@ main()
 def test_a_process_that_just_ends_has_stored_everything(tmp_path: Path) -> None:
     program = f"""
 import torch, smdist.pytorch as smd
-from tests.integration.torch_jobs import Net, train
+from tests.support.torch_jobs import Net, train
 def main():
     net = Net()
     hook = smd.Hook({str(tmp_path / "run")!r}, save_config=smd.SaveConfig(save_interval=1),
@@ -447,7 +447,7 @@ def test_a_child_of_multiprocessing_closes_its_hooks(tmp_path: Path, method: str
     job = tmp_path / "job.py"
     job.write_text(f"""
 import multiprocessing, sys, torch, smdist.pytorch as smd
-from tests.integration.torch_jobs import Net
+from tests.support.torch_jobs import Net
 def work():
     net = Net()
     hook = smd.Hook({str(tmp_path / "run")!r}, save_config=smd.SaveConfig(save_interval=1),

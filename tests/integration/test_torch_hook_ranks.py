@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.integration.torch_jobs import read, same
+from tests.support.torch_jobs import read, same
 
 pytestmark = pytest.mark.ranks
 REPOSITORY = Path(__file__).parents[2]

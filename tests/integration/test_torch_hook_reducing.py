@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.integration.torch_jobs import Net, as_array, hooked, read, same
+from tests.support.torch_jobs import Net, as_array, hooked, read, same
 
 
 class Reducing(torch.optim.SGD):

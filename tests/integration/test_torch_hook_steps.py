@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import smdist.pytorch as smd
-from tests.integration.torch_jobs import (
+from tests.support.torch_jobs import (
     ALL,
     Net,
     as_array,

@@ -14,7 +14,7 @@ from torch import nn
 
 import smdist.pytorch as smd
 from smdist.errors import TensorUnavailableForStep
-from tests.integration.torch_jobs import (
+from tests.support.torch_jobs import (
     ALL,
     Net,
     as_array,

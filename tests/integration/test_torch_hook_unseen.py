@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import smdist.pytorch as smd
-from tests.integration.torch_jobs import Net, beside_waiting, hooked, read, train
+from tests.support.torch_jobs import Net, beside_waiting, hooked, read, train
 
 UNSEEN = "no step was seen, and nothing of Net is captured"
 

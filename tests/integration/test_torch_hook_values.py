@@ -16,7 +16,7 @@ from torch import nn
 
 import smdist.pytorch as smd
 from smdist.errors import ConfigurationError
-from tests.integration.torch_jobs import (
+from tests.support.torch_jobs import (
     PARAMETERS,
     Net,
     as_array,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import smdist.pytorch as smd
-from tests.integration.torch_jobs import Net, hooked, train
+from tests.support.torch_jobs import Net, hooked, train
 
 
 def test_a_hook_tells_how_it_was_configured(tmp_path: Path) -> None:

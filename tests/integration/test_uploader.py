@@ -23,7 +23,7 @@ from smdist.processes import is_alive
 from smdist.workers.spool.journal import JournalWriter
 from smdist.workers.spool.spool import Spool, UploadOptions
 from smdist.workers.upload.process import LEFT_BEHIND, uploader_command
-from tests.integration.rig import (
+from tests.support.uploader_rig import (
     TRAIN,
     Job,
     Process,

@@ -1,6 +1,6 @@
 """Print how easy the code is to find one's way in: `python -m tests.support.code_metrics`.
 
-The limits are checked by tests/unit/test_structure.py. The columns beside ours are of four projects
+The limits are checked by tests/unit/project/test_structure.py. The columns beside ours are of four projects
 that are known for readable code, measured in the same way.
 """
 

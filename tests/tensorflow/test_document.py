@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import smdist.tensorflow as smd
-from tests.document_names import check_names, python_blocks
+from tests.support.document_names import check_names, python_blocks
 from tests.tensorflow.keras_jobs import data, make_model
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "tensorflow.md"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import smdist.tensorflow as smd
-from tests.faults.cuts import Cut, Cuts
+from tests.support.cuts import Cut, Cuts
 from tests.tensorflow.keras_jobs import BATCH, data, hooked, make_model, read, way
 
 TRAIN = smd.modes.TRAIN

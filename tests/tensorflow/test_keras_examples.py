@@ -12,7 +12,7 @@ import tensorflow as tf
 import smdist.tensorflow as smd
 from smdist import create_trial, modes
 from smdist.trials import Trial
-from tests.example_runs import EXAMPLES, run_example
+from tests.support.example_runs import EXAMPLES, run_example
 
 TRAIN, EVAL = modes.TRAIN, modes.EVAL
 

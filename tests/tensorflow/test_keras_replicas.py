@@ -15,7 +15,7 @@ import smdist.tensorflow as smd
 from smdist import kernel
 from smdist.coordination.view.membership import RankStatus
 from smdist.trials import Trial
-from tests.example_runs import run_example
+from tests.support.example_runs import run_example
 from tests.tensorflow import mirrored_job
 from tests.tensorflow.keras_jobs import (
     BATCH,

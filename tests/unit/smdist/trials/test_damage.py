@@ -1,0 +1,231 @@
+"""What damage to stored objects does to a trial: it is named, and never a value of something else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from smdist.coordination.service.merge_once import merge_once
+from smdist.errors import CorruptObject, ObjectNotFound, SmdistError
+from smdist.format.manifest import RUN_KEY, manifest_key, session_key
+from smdist.identity import ModeKeys
+from smdist.storage import MemoryStore
+from smdist.storage import loop_thread as sync
+from smdist.workers.upload.summaries import Summary
+from tests.support.run_builder import RankWriter, RunBuilder
+from tests.unit.smdist.trials.test_trial_snapshot import open_trial
+
+TRAIN, EVAL = ModeKeys.TRAIN, ModeKeys.EVAL
+
+
+def work(writer: RankWriter, steps: range, offset: float = 0.0) -> RankWriter:
+    for step in steps:
+        rank, attempt = writer.session.rank, writer.session.attempt
+        value = np.full(3, offset + 100 * attempt + 10 * rank + step)
+        writer.step(TRAIN, step, {"x": value}).flush()
+    return writer
+
+
+def run_of(
+    ranks: int = 1, steps: int = 4, *, run_id: str = "run", offset: float = 0.0
+) -> MemoryStore:
+    store = MemoryStore()
+    run = RunBuilder(store, run_id=run_id)
+    for rank in range(ranks):
+        work(run.rank(rank, ranks), range(steps), offset).end()
+    return store
+
+
+def swap(store: MemoryStore, one: str, other: str) -> None:
+    objects = store.objects
+    objects[one], objects[other] = objects[other], objects[one]
+
+
+def said(store: MemoryStore) -> str:
+    return "\n".join(open_trial(store).troubles().get("", []))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("segments/worker_0/000000-00000001-0.safetensors", "segments/worker_0/000000-00000002-0.safetensors"),
+        ("segments/worker_0/000000-00000001-0.safetensors", "segments/worker_1/000000-00000001-0.safetensors"),
+    ],
+)  # fmt: skip
+def test_swapped_segments_give_no_value_and_their_steps_are_not_complete(
+    one: str, other: str
+) -> None:
+    store = run_of(2)
+    swap(store, one, other)
+    trial = open_trial(store)
+    with pytest.raises(CorruptObject, match="of something else") as caught:
+        trial.tensor("x").value(1, worker=0)
+    assert caught.value.key == one
+    assert trial.missing(1) == {0: "damaged"}
+    assert trial.steps() == [0, 2, 3], "the other one was not read yet"
+    assert any(one in text for text in trial.troubles()[""])
+    assert trial.tensor("x").value(0, worker=1)[0] == 10
+
+
+def test_a_segment_of_another_run_is_not_taken_for_ours() -> None:
+    store, other = run_of(), run_of(run_id="other", offset=0.5)
+    key = "segments/worker_0/000000-00000001-0.safetensors"
+    store.objects[key] = other.objects[key]
+    trial = open_trial(store)
+    with pytest.raises(CorruptObject):
+        trial.tensor("x").value(1)
+    assert trial.tensor("x").value(2)[0] == 2
+
+
+def test_a_missing_segment_is_said_once_it_is_asked_for() -> None:
+    store = run_of()
+    key = "segments/worker_0/000000-00000001-0.safetensors"
+    del store.objects[key]
+    trial = open_trial(store)
+    with pytest.raises(ObjectNotFound):
+        trial.tensor("x").value(1)
+    assert trial.missing(1) == {0: "damaged"}
+    assert any(key in text for text in trial.troubles()[""])
+
+
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("damage", ["gone", "torn", "foreign"])
+def test_a_manifest_that_cannot_be_read_is_no_skipped_step(damage: str, merged: bool) -> None:
+    store = run_of(2)
+    key = manifest_key("worker_1", 0, 2)
+    if damage == "gone":
+        del store.objects[key]
+    else:
+        foreign = run_of(2, run_id="other").objects[key]
+        store.objects[key] = foreign if damage == "foreign" else store.objects[key][:-5]
+    if merged:
+        sync.run(merge_once(store))
+    trial = open_trial(store)
+    assert trial.missing(2) == {1: "damaged"}
+    assert trial.steps() == [0, 1, 3]
+    assert key in said(store)
+
+
+def test_the_last_manifest_of_a_rank_that_cannot_be_read_is_damage_too() -> None:
+    store = run_of(2, 3)
+    run = RunBuilder(store)
+    assert run.run_id == "run"
+    key = max(k for k in store.objects if k.startswith("manifests/worker_1/"))
+    before = manifest_key("worker_1", 0, 2)
+    store.objects[key] = store.objects[before] = b""
+    trial = open_trial(store)
+    assert key in said(store)
+    assert trial.steps() == [0, 1]
+    assert 1 in trial.missing(2)
+
+
+def test_what_is_damaged_and_written_anew_is_read() -> None:
+    store = run_of()
+    key = manifest_key("worker_0", 0, 1)
+    whole, store.objects[key] = store.objects[key], b""
+    trial = open_trial(store)
+    assert trial.steps() == [0, 2, 3]
+    store.objects[key] = whole
+    trial.refresh()
+    assert trial.steps() == [0, 1, 2, 3]
+    assert trial.troubles() == {}
+
+
+def test_a_step_that_began_in_a_missing_manifest_is_not_complete() -> None:
+    store = MemoryStore()
+    writer = RunBuilder(store).rank(0)
+    work(writer, range(1))
+    writer.step(TRAIN, 1, {"x": np.zeros(1)}, close=False).flush()
+    writer.step(EVAL, 0, {"e": np.zeros(1)}, step=2).flush()
+    writer.step(TRAIN, 1, {"y": np.zeros(1)}).flush()
+    work(writer, range(3, 4)).end()
+    assert open_trial(store).steps(TRAIN) == [0, 1, 3]
+    del store.objects[manifest_key("worker_0", 0, 1)]
+    trial = open_trial(store)
+    assert trial.steps(TRAIN) == [0, 3]
+    assert trial.steps(EVAL) == [0]
+    assert trial.missing(1, TRAIN) == {0: "damaged"}
+
+
+@pytest.mark.parametrize("summary", [False, True])
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_run_without_sessions_is_not_an_empty_one(summary: bool, merged: bool) -> None:
+    store = MemoryStore()
+    run = RunBuilder(store)
+    for rank in range(2):
+        writer = work(run.rank(rank, 2), range(3)).end()
+        if summary:
+            sync.run(Summary(writer.session).write(store, writer.seq))
+    for key in [key for key in store.objects if key.startswith("sessions/")]:
+        del store.objects[key]
+    if merged:
+        sync.run(merge_once(store))
+    trial = open_trial(store)
+    assert trial.steps(show_incomplete_steps=True) == [0, 1, 2]
+    assert trial.missing(1) == ({} if summary else {0: "damaged", 1: "damaged"})
+    assert trial.tensor("x").value(1, worker=1)[0] == 11
+    if not (summary and merged):  # what was merged needs them no more
+        assert session_key("worker_1", 0) in said(store)
+
+
+def test_a_run_without_its_head_says_what_is_missing() -> None:
+    store = run_of()
+    del store.objects[RUN_KEY]
+    with pytest.raises(SmdistError, match=r"run\.json"):
+        open_trial(store)
+
+
+@pytest.mark.parametrize("at", ["summaries/", "heartbeats/", "merged/current", "merged/heads/"])
+def test_what_others_say_too_is_passed_over_and_named(at: str) -> None:
+    store = MemoryStore()
+    run = RunBuilder(store)
+    for rank in range(2):
+        writer = work(run.rank(rank, 2), range(3))
+        writer.beat(writer.now)
+        if rank == 0:
+            sync.run(Summary(writer.end().session).write(store, writer.seq))
+    right = open_trial(store).values()
+    if at.startswith("merged/"):
+        sync.run(merge_once(store))
+    key = [k for k in sorted(store.objects) if k.startswith(at)][-1]
+    store.objects[key] = store.objects[key].replace(b"0", b"\xff", 1)
+    trial = open_trial(store)
+    assert trial.steps() == [0, 1, 2]
+    np.testing.assert_equal(trial.values(), right)
+    assert sum(key in text for text in trial.troubles()[""]) == 1
+
+
+def test_a_step_that_a_damaged_attempt_may_have_had_anew_is_not_complete() -> None:
+    store = MemoryStore()
+    run = RunBuilder(store)
+    work(run.rank(0), range(4)).lose()
+    work(run.rank(0, attempt=1), range(2, 6)).end()
+    del store.objects[manifest_key("worker_0", 1, 1)]
+    trial = open_trial(store)
+    assert trial.steps() == [2, 4, 5]
+    assert trial.missing(3) == {0: "damaged"}
+    assert open_trial(store, attempt=0).steps() == [0, 1, 2, 3], "that one is whole"
+
+
+def test_a_session_of_another_run_counts_if_manifests_are_of_it() -> None:
+    store = run_of()
+    store.objects[RUN_KEY] = run_of(run_id="other").objects[RUN_KEY]
+    trial = open_trial(store)
+    assert trial.steps() == [0, 1, 2, 3]
+    assert "run.json tells other" in said(store)
+    store = run_of()
+    foreign = session_key("worker_1", 0)
+    store.objects[foreign] = run_of(2, run_id="other").objects[foreign]
+    trial = open_trial(store)
+    assert trial.steps() == [0, 1, 2, 3], "nothing is waited for"
+    assert foreign in said(store)
+
+
+def test_a_rank_of_another_run_is_named_before_and_after_a_merge() -> None:
+    store, other = run_of(2), run_of(2, run_id="other", offset=0.5)
+    store.objects.update({k: v for k, v in other.objects.items() if "/worker_1/" in k})
+    key = session_key("worker_1", 0)
+    assert f"{key} is doubtful" in said(store)
+    sync.run(merge_once(store))
+    assert f"{key} is doubtful" in said(store)
+    assert f"{key} is doubtful" in open_trial(store).describe()

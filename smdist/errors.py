@@ -24,6 +24,7 @@
     │   └── Superseded                       another coordinator has taken over
     └── TrialError                           a question about a run has no answer
         ├── NoSuchRun                        there is no run at this location
+        ├── UnsupportedFormat                a newer smdist wrote the run
         ├── RunReplaced                      another run replaced the opened one
         ├── StepUnavailable                  the step was not saved
         ├── StepNotYetAvailable              the running job has not reached the step
@@ -82,6 +83,7 @@ __all__ = [
     "TrainerAlive",
     "TrialError",
     "UnknownKey",
+    "UnsupportedFormat",
     "WaitTimeout",
 ]
 
@@ -288,6 +290,20 @@ class NoSuchRun(TrialError):
 
     def __str__(self) -> str:
         return f"no run at {self.url}; check the path, or wait until the first rank has started"
+
+
+class UnsupportedFormat(TrialError, ConfigurationError, CoordinationError):
+    """The run was written by a newer smdist. Hooks, coordinators and trials all raise this one."""
+
+    def __init__(self, url: str, found: int, supported: int) -> None:
+        self.url, self.found, self.supported = url, found, supported
+        super().__init__(url, found, supported)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.url} holds a run in format {self.found}; this version of smdist supports up to "
+            f"{self.supported}. Install a newer version."
+        )
 
 
 class RunReplaced(TrialError):

@@ -44,10 +44,10 @@ from smdist.errors import (
     WaitTimeout,
 )
 from smdist.format.intervals import subtract, to_intervals
-from smdist.format.manifest import FORMAT, RUN_KEY, Heartbeat, RankManifest, Run
-from smdist.format.stored_json import read
+from smdist.format.manifest import Heartbeat, RankManifest, Run
 from smdist.identity import ModeKeys
 from smdist.storage import open_store
+from smdist.storage.run_objects import RunObjects
 from smdist.storage.store import Store
 
 if TYPE_CHECKING:
@@ -164,15 +164,9 @@ class RunWatcher:
 
     async def _read_run(self) -> Run:
         try:
-            run = await read(self._store, RUN_KEY, Run)
+            return await RunObjects(self._store).run()
         except ObjectNotFound:
             raise NoSuchRun(self.url) from None
-        if run.format > FORMAT:
-            raise CoordinationError(
-                f"{self.url} was written in format {run.format}; this smdist reads up to {FORMAT}: "
-                "install a newer one"
-            )
-        return run
 
     async def _is_same(self) -> bool:
         """Whether the run is still there; if another one, or none, took its place, forget it.

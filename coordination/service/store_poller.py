@@ -22,31 +22,28 @@ from functools import partial
 from itertools import count, takewhile
 from typing import TypeVar
 
+from smdist.concurrency import bounded_gather
 from smdist.coordination.service.poll_schedule import PollIntervals, RankTrack, resume_track
 from smdist.coordination.view.membership import Heard
-from smdist.coordination.view.orphans import Owner, find_orphans
 from smdist.coordination.view.run_view import Fact, View, World
-from smdist.coordination.view.span_reader import SpanRequest, all_of, read_in_order
-from smdist.coordination.view.vetting import attested, check_owner, doubt, of_session, whole_summary
+from smdist.coordination.view.span_reader import read_in_order
 from smdist.errors import CorruptObject, ObjectNotFound, SmdistError, StoreForbidden
 from smdist.format.inline_segment import extract_segment
 from smdist.format.intervals import Members
 from smdist.format.layout import Layout
 from smdist.format.manifest import (
     RUN_KEY,
-    Heartbeat,
+    Owner,
     RankManifest,
-    RankSpan,
-    RankSummary,
-    Run,
     Session,
     heartbeat_key,
     layout_key,
     session_key,
 )
 from smdist.format.manifest_spans import ManifestSpan, covering_spans
-from smdist.format.stored_json import decode
+from smdist.format.session_checks import foreign_run, session_of_manifest
 from smdist.identity import worker_name, worker_rank
+from smdist.storage.run_objects import RunObjects, SpanRequest
 from smdist.storage.store import Store
 
 __all__ = ["PollCounts", "PollIntervals", "RankTrack", "StorePoller"]
@@ -54,8 +51,6 @@ __all__ = ["PollCounts", "PollIntervals", "RankTrack", "StorePoller"]
 A = TypeVar("A")
 T = TypeVar("T")
 
-_SESSION = re.compile(r"sessions/worker_(\d+)/(\d+)\.json")
-_SUMMARY = re.compile(r"summaries/worker_(\d+)/(\d+)\.json")
 _SEQ = re.compile(r"(\d+)\.json")
 _MOST_WINDOW = 16  # manifests of a rank asked for at once, when it has a backlog
 _MOST_AT_ONCE = 64  # manifests of a rank in one poll: snapshots go on while a backlog is read
@@ -100,6 +95,9 @@ class StorePoller:
     _run_id: str = ""
     _worlds: set[tuple[int, World]] = field(default_factory=set)  # by attempt
     _unanswered: set[str] = field(default_factory=set)  # keys of which the store said nothing
+
+    def __post_init__(self) -> None:
+        self._objects = RunObjects(self.store)
 
     # -- where it stands -------------------------------------------------------------------------
 
@@ -189,14 +187,10 @@ class StorePoller:
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
 
-    async def _get(self, key: str, kind: type[T]) -> T | None:
-        """None when it is not there. CorruptObject, SmdistError and OSError are the caller's."""
-        data = await self._bytes(key)
-        return None if data is None else decode(data, kind, key, self.store.url)
-
-    async def _bytes(self, key: str) -> bytes | None:
+    async def _counted(self, reading: Awaitable[T]) -> T | None:
+        """Await a read, None if the object is not there, and count errors of the store in a row."""
         try:
-            data = await self.store.get(key)
+            value = await reading
         except ObjectNotFound:
             self._errors = 0
             return None
@@ -207,7 +201,7 @@ class StorePoller:
             self._errors += 1
             raise
         self._errors = 0
-        return data
+        return value
 
     async def _list(self, prefix: str, after: str) -> Sequence[str]:
         try:
@@ -221,15 +215,11 @@ class StorePoller:
     async def discover(self, found: PollCounts) -> None:
         now, rhythm, share = self.now(), self.rhythm, self.share
         try:
-            keys = await self.store.list("sessions/")
-            owners = {
-                (int(match[2]), int(match[1])): key
-                for key in keys
-                if (match := _SESSION.fullmatch(key)) and int(match[1]) % share[1] == share[0]
-            }
+            listed = await self._objects.list_sessions()
+            owners = {o: key for o, key in listed.items() if o[1] % share[1] == share[0]}
             fresh = {owner: key for owner, key in owners.items() if owner not in self.tracks}
             if fresh and not self._run_id:
-                run = await self._bearing(RUN_KEY, self._get(RUN_KEY, Run))
+                run = await self._bearing(RUN_KEY, self._objects.run())
                 self._run_id = run.run_id if run is not None else ""
             if self._summaries:
                 await self._load_summaries(owners, found)
@@ -263,15 +253,9 @@ class StorePoller:
         rest = [track for track in self.tracks.values() if not track.ended]
         await self._each(lambda track: self._read(track, found), rest)
 
-    async def _get_session(self, owner: Owner, key: str) -> Session | None:
-        session = await self._get(key, Session)
-        if session is not None:
-            check_owner(session, owner, key, self.store.url)
-        return session
-
     async def _session(self, owner: Owner, key: str, found: PollCounts) -> None:
-        session = await self._bearing(key, self._get_session(owner, key))
-        if session is not None and (why := doubt(session, self._run_id)):
+        session = await self._bearing(key, self._objects.session(owner))
+        if session is not None and (why := foreign_run(session, self._run_id)):
             self.troubles[key] = f"{key} is doubtful: {why}"
             self.tracks[owner] = RankTrack(*owner, heard_at=self.now(), suspect=session)
         elif session is not None:
@@ -300,7 +284,7 @@ class StorePoller:
             if rank % number == index
         )
         try:
-            orphans = await find_orphans(self.store, self.tracks, expected)
+            orphans = await self._objects.find_orphans(self.tracks, expected)
         except (SmdistError, OSError) as error:
             self.troubles["manifests/"] = f"manifests cannot be listed: {error}"
             return
@@ -314,30 +298,20 @@ class StorePoller:
     async def _load_summaries(self, sessions: Mapping[Owner, str], found: PollCounts) -> None:
         """One request for each rank that had ended before we came."""
         index, number = self.share
-        keys = {
-            owner: key
-            for key in await self.store.list("summaries/")
-            if (match := _SUMMARY.fullmatch(key)) and int(match[1]) % number == index
-            if (owner := (int(match[2]), int(match[1]))) not in self.tracks
-        }
-        await self._each(lambda key: self._summary(key, found), keys.values())
-        for attempt, rank in keys.keys() - sessions.keys():
+        listed = await self._objects.list_summaries()
+        fresh = {o: k for o, k in listed.items() if o[1] % number == index and o not in self.tracks}
+        await self._each(lambda item: self._summary(*item, found), fresh.items())
+        for attempt, rank in fresh.keys() - sessions.keys():
             key = session_key(worker_name(rank), attempt)
             self.troubles[key] = f"{key} is missing, though there is a summary"
 
-    async def _summary(self, key: str, found: PollCounts) -> None:
-        summary = await self._bearing(key, self._get_summary(key))
+    async def _summary(self, owner: Owner, key: str, found: PollCounts) -> None:
+        summary = await self._bearing(key, self._objects.summary(owner, self._run_id))
         if summary is None:
             return  # the manifests say the same
         track = self._begin(summary.session, found)
         for manifest in summary.manifests:
             self._took(track, manifest, found)
-
-    async def _get_summary(self, key: str) -> RankSummary | None:
-        summary = await self._get(key, RankSummary)
-        if summary is None:
-            return None
-        return whole_summary(summary, self._run_id, key, self.store.url)
 
     # -- one rank --------------------------------------------------------------------------------
 
@@ -368,8 +342,8 @@ class StorePoller:
         if window == 1:
             read = [await self._manifest(track, first)]
         else:
-            reads = [self._manifest(track, seq) for seq in range(first, first + window)]
-            read = await all_of(reads)
+            seqs = range(first, first + window)
+            read = await bounded_gather(partial(self._manifest, track), seqs, window)
         for manifest in read:
             # Behind a gap there may be one that was written while we asked: it is asked for again.
             if manifest is None or track.ended:
@@ -411,22 +385,20 @@ class StorePoller:
         if span.length == 1:
             manifest = await self._manifest(track, span.first)
             return None if manifest is None else (manifest,)
-        stretch = SpanRequest(track.attempt, track.rank, track.session, span)
+        request = SpanRequest(track.attempt, track.rank, track.session, span)
         try:
-            made = await self._get(stretch.key, RankSpan)
-            return None if made is None else stretch.found(made, self.store.url)
+            return await self._counted(self._objects.span(request))
         except StoreForbidden:
             return None  # its parts say the same
         except CorruptObject as error:
-            self.troubles[stretch.key] = f"{stretch.key} was passed over: {error}"
+            self.troubles[request.key] = f"{request.key} was passed over: {error}"
             return None
 
     async def _manifest(self, track: RankTrack, seq: int) -> RankManifest | None:
         key = track.key(seq)
         try:
-            manifest = await self._get(key, RankManifest)
-            if manifest is not None:
-                of_session(manifest, track.session, key, self.store.url)
+            owner = (track.attempt, track.rank)
+            manifest = await self._counted(self._objects.manifest(owner, seq, track.session))
         except CorruptObject as error:
             # A power cut emptied it; its writer, if it lives, writes it once more.
             self.troubles[key] = f"{key} makes no sense: {error}"
@@ -440,7 +412,7 @@ class StorePoller:
         manifest, _ = extract_segment(track.key(manifest.seq), manifest)
         if not track.session:
             track.session = manifest.session
-            self.take(attested(manifest, track.suspect))
+            self.take(session_of_manifest(manifest, track.suspect))
         self.take(manifest)
         self.want(entry.layout for entry in manifest.steps)
         track.took(manifest, self.now())
@@ -455,7 +427,9 @@ class StorePoller:
         key = heartbeat_key(track.worker, track.attempt)
         now, rhythm = self.now(), self.rhythm
         track.beat_due_at = now + max(rhythm.beat_s, rhythm.silence(now - track.alive_at))
-        beat = await self._bearing(key, self._get_beat(key, track))
+        beat = await self._bearing(
+            key, self._objects.heartbeat((track.attempt, track.rank), track.session)
+        )
         track.farewell = track.final and key not in self._unanswered
         if beat is None:
             return  # a young rank has none yet
@@ -464,12 +438,6 @@ class StorePoller:
             track.alive_at = self.now()
             found.beats += 1
             self.take(beat)
-
-    async def _get_beat(self, key: str, track: RankTrack) -> Heartbeat | None:
-        beat = await self._get(key, Heartbeat)
-        if beat is not None:
-            of_session(beat, track.session, key, self.store.url)
-        return beat
 
     def _stuck(self, track: RankTrack) -> bool:
         """Whether its manifests may have a gap, which asking for the next one never passes."""
@@ -508,21 +476,17 @@ class StorePoller:
     async def _layout(self, digest: str, found: PollCounts) -> None:
         key = layout_key(digest)
         self._wanted[digest] = self.now() + self.rhythm.discover_s
-        layout = await self._bearing(key, self._get_layout(key, digest))
+        layout = await self._bearing(key, self._objects.layout(digest))
         if layout is not None:
             self.layouts[digest] = layout
             del self._wanted[digest]
             found.layouts += 1
 
-    async def _get_layout(self, key: str, digest: str) -> Layout | None:
-        data = await self._bytes(key)
-        return None if data is None else Layout.from_json(data, digest, key, self.store.url)
-
-    async def _bearing(self, key: str, reading: Awaitable[T | None]) -> T | None:
+    async def _bearing(self, key: str, reading: Awaitable[T]) -> T | None:
         """What is there; None, and a note if it is strange, when nothing can be read."""
         self._unanswered.discard(key)
         try:
-            value = await reading
+            value = await self._counted(reading)
         except (SmdistError, OSError) as error:
             self.troubles[key] = f"{key} cannot be read: {error}"
             if not isinstance(error, CorruptObject):

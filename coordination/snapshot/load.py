@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from smdist.concurrency import bounded_gather
 from smdist.coordination.columnar.chunk_file import content_digest, from_bytes
 from smdist.coordination.columnar.chunks import Chunk, Fetch, Sealed
 from smdist.coordination.columnar.columns import Columns
@@ -38,12 +38,10 @@ __all__ = [
     "load_head",
     "load_layouts",
     "load_view",
-    "together",
     "view_of",
 ]
 
-A = TypeVar("A")
-T = TypeVar("T")
+_AT_ONCE = 16  # requests
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,9 @@ async def load_layouts(store: Store, head: Head, known: Iterable[str] = ()) -> d
     async def load(key: str) -> dict[str, Layout]:
         return unpacked(key, await read_pack(store, key))
 
-    packs = await together(load, [key for key in head.layout_packs if key not in set(known)])
+    packs = await bounded_gather(
+        load, [k for k in head.layout_packs if k not in set(known)], _AT_ONCE
+    )
     inline = unpacked(head_key(head.epoch, head.number, head.writer), head.layouts)
     return {digest: layout for some in (*packs, inline) for digest, layout in some.items()}
 
@@ -96,10 +96,11 @@ async def load_view(store: Store, pointer: Pointer) -> Loaded:
     """The snapshot that `pointer` names, whole: `pack` goes on from its view."""
     head = await load_head(store, pointer)
     keys = [ref.key for row in head.attempts for ref in row.chunks]
-    loaded = await together(partial(load_columns, store), keys)
+    loaded = await bounded_gather(partial(load_columns, store), keys, _AT_ONCE)
     columns = dict(zip(keys, loaded, strict=True))
     batches = [ref.key for row in head.attempts for ref in row.drops]
-    drops = dict(zip(batches, await together(partial(load_drops, store), batches), strict=True))
+    contents = await bounded_gather(partial(load_drops, store), batches, _AT_ONCE)
+    drops = dict(zip(batches, contents, strict=True))
     view = view_of(head, lambda chunk: columns[chunk.ref.key], lambda batch: drops[batch.ref.key])
     return Loaded(view, await load_layouts(store, head), head)
 
@@ -131,23 +132,3 @@ def view_of(
             for row in head.attempts
         },
     )
-
-
-async def together(
-    call: Callable[[A], Awaitable[T]], items: Iterable[A], concurrency: int = 16
-) -> list[T]:
-    """`call` of every item, some at a time, results in order; the first error ends the rest."""
-    gate = asyncio.Semaphore(concurrency)
-
-    async def guarded(item: A) -> T:
-        async with gate:
-            return await call(item)
-
-    tasks = [asyncio.ensure_future(guarded(item)) for item in items]
-    try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

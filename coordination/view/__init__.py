@@ -4,8 +4,6 @@ run_view       folds sessions, manifests and heartbeats, in any order
 membership     who is expected, active, lagging, ended, lost
 step_facts     the rule that a step is complete
 step_index     steps as they change while a run is followed
-vetting        is an object the one that belongs there?
-orphans        ranks that stored something and whose session is gone
 span_reader    reads the manifests that pile up, by spans
 """
 

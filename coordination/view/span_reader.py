@@ -7,48 +7,17 @@ there: what was removed does not come back by a span.
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import NamedTuple, TypeVar
 
-from smdist.coordination.view.vetting import of_session
-from smdist.errors import CorruptObject
-from smdist.format.manifest import RankManifest, RankSpan, span_key
+from smdist.concurrency import bounded_gather
+from smdist.format.manifest import RankManifest
 from smdist.format.manifest_spans import ManifestSpan
-from smdist.identity import worker_name
 
-__all__ = ["SpanRequest", "all_of", "read_in_order"]
-
-T = TypeVar("T")
+__all__ = ["read_in_order"]
 
 _AT_ONCE = 16  # objects of a rank
 _MOST_AT_ONCE = 256  # manifests in them, if it is more than one object
-
-
-class SpanRequest(NamedTuple):
-    """Manifests of one session."""
-
-    attempt: int
-    rank: int
-    session: str
-    span: ManifestSpan
-
-    @property
-    def key(self) -> str:
-        return span_key(worker_name(self.rank), self.attempt, *self.span)
-
-    def found(self, made: RankSpan, url: str) -> tuple[RankManifest, ...] | None:
-        """What lies under `key` says; None if it was taken back, CorruptObject if it is another's."""
-        for one in made.manifests:
-            of_session(one, self.session, self.key, url)
-        named = [(self.attempt, self.rank, seq) for seq in range(*self.span)]
-        if made.manifests and [(m.attempt, m.rank, m.seq) for m in made.manifests] != named:
-            raise CorruptObject(url, self.key, "read", "it has not the manifests of its name")
-        return made.manifests or None
-
-    def children(self) -> list[SpanRequest]:
-        return [self._replace(span=part) for part in self.span.children()]
 
 
 async def read_in_order(
@@ -61,7 +30,7 @@ async def read_in_order(
     got: dict[ManifestSpan, Sequence[RankManifest] | None] = {}
     while todo:
         asked = [span for span in _first(todo) if span not in got]
-        got.update(zip(asked, await all_of(map(read, asked)), strict=True))
+        got.update(zip(asked, await bounded_gather(read, asked, _AT_ONCE), strict=True))
         while todo and todo[0] in got:
             span = todo.popleft()
             manifests = got.pop(span)
@@ -80,14 +49,4 @@ def _first(todo: Iterable[ManifestSpan]) -> list[ManifestSpan]:
         if found and (len(found) == _AT_ONCE or span.upto - found[0].first > _MOST_AT_ONCE):
             break
         found.append(span)
-    return found
-
-
-async def all_of(reads: Iterable[Awaitable[T]]) -> list[T]:
-    """Results in order; when one fails, after all have ended."""
-    found: list[T] = []
-    for result in await asyncio.gather(*reads, return_exceptions=True):
-        if isinstance(result, BaseException):
-            raise result
-        found.append(result)
     return found

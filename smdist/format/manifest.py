@@ -18,7 +18,8 @@ Unknown fields are ignored, so a newer writer may add some.
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -45,6 +46,8 @@ __all__ = [
     "Collections",
     "Dropped",
     "Heartbeat",
+    "ManifestId",
+    "Owner",
     "RankManifest",
     "RankSpan",
     "RankState",
@@ -58,6 +61,9 @@ __all__ = [
     "heartbeat_key",
     "layout_key",
     "manifest_key",
+    "parse_manifest_key",
+    "parse_session_key",
+    "parse_summary_key",
     "sampling_changes_key",
     "segment_key",
     "session_from_manifest",
@@ -70,6 +76,9 @@ FORMAT = 1
 RUN_KEY = "run.json"
 
 RankState = Literal["active", "ended", "lost"]
+
+Owner = tuple[int, int]
+"""Attempt and rank: whose object it is."""
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -307,3 +316,36 @@ def span_key(worker: str, attempt: int, first: int, upto: int) -> str:
 
 def sampling_changes_key(worker: str, attempt: int) -> str:
     return f"thinned/{worker}/{attempt:06d}.json"
+
+
+class ManifestId(NamedTuple):
+    """What the key of a manifest names."""
+
+    attempt: int
+    rank: int
+    seq: int
+
+
+_OWNER_KEY = re.compile(r"(sessions|summaries)/worker_(\d+)/(\d+)\.json")
+_MANIFEST_KEY = re.compile(r"manifests/worker_(\d+)/(\d+)-(\d+)\.json")
+
+
+def parse_session_key(key: str) -> Owner | None:
+    """Return the attempt and rank of a session's key; None for any other key."""
+    return _parse_owner(key, "sessions")
+
+
+def parse_summary_key(key: str) -> Owner | None:
+    """Return the attempt and rank of a summary's key; None for any other key."""
+    return _parse_owner(key, "summaries")
+
+
+def parse_manifest_key(key: str) -> ManifestId | None:
+    """Return what the key of a manifest names; None for any other key."""
+    match = _MANIFEST_KEY.fullmatch(key)
+    return ManifestId(int(match[2]), int(match[1]), int(match[3])) if match else None
+
+
+def _parse_owner(key: str, folder: str) -> Owner | None:
+    match = _OWNER_KEY.fullmatch(key)
+    return (int(match[3]), int(match[2])) if match and match[1] == folder else None

@@ -24,9 +24,7 @@ from typing import TypeVar
 
 from smdist.config.collection import Collection
 from smdist.coordination.view.membership import StepFacts, check_absent
-from smdist.coordination.view.orphans import manifest_owner
 from smdist.coordination.view.run_view import StepKey, View
-from smdist.coordination.view.vetting import doubt
 from smdist.errors import (
     ConfigurationError,
     CorruptObject,
@@ -42,8 +40,10 @@ from smdist.format.manifest import (
     Run,
     layout_key,
     manifest_key,
+    parse_manifest_key,
     session_key,
 )
+from smdist.format.session_checks import foreign_run
 from smdist.identity import ModeKeys, worker_name
 from smdist.storage import is_remote
 from smdist.storage import loop_thread as sync
@@ -132,15 +132,15 @@ class Follower:
             key = session_key(worker_name(rank), attempt)
             if known.session is not None and not known.session.is_recorded:
                 absent[key] = f"{key} is missing, damaged, or not of the run that {RUN_KEY} tells"
-            elif known.session is not None and (why := doubt(known.session, self.run.run_id)):
+            elif known.session is not None and (why := foreign_run(known.session, self.run.run_id)):
                 absent[key] = f"{key} is doubtful: {why}"
         # What a query has found since the last refresh is with who looked for it.
         found = (self._snapshots.troubles, self.reader.troubles, self._loader.troubles)
         return {**absent, **self._unreadable, **{k: v for some in found for k, v in some.items()}}
 
     def _session_of(self, manifest: str) -> str:
-        owner = manifest_owner(manifest)
-        return self.catalogue.view.session(*owner) if owner is not None else ""
+        named = parse_manifest_key(manifest)
+        return self.catalogue.view.session(named.attempt, named.rank) if named is not None else ""
 
     def prepare(self, catalogue: Catalogue, facts: Iterable[StepFacts]) -> None:
         """Fetch together what finding tensors of these steps needs, rather than one by one."""

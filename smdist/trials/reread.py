@@ -8,18 +8,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
+from smdist.concurrency import bounded_gather
 from smdist.coordination.columnar.blocks import Blocks
 from smdist.coordination.columnar.building import empty, extended
 from smdist.coordination.columnar.chunks import Chunk
 from smdist.coordination.columnar.columns import Columns
 from smdist.coordination.columnar.drop_log import Content, Drop, DropBatch
-from smdist.coordination.snapshot.load import together
 from smdist.coordination.view.run_view import View, add
-from smdist.coordination.view.vetting import of_session
 from smdist.errors import CorruptObject, ObjectNotFound
 from smdist.format.inline_segment import extract_segment
 from smdist.format.intervals import Members, merge_intervals
 from smdist.format.manifest import RankManifest
+from smdist.format.session_checks import check_session_id
 from smdist.format.stored_json import read
 from smdist.identity import worker_name
 from smdist.storage.store import Store
@@ -78,15 +78,15 @@ class Rereading:
     async def _load(self, attempt: int, ranks: Iterable[int]) -> None:
         prefixes = [f"manifests/{worker_name(rank)}/{attempt:06d}-" for rank in sorted(ranks)]
         async with self._lock:
-            listed = await together(self._store.list, prefixes, self._concurrency)
+            listed = await bounded_gather(self._store.list, prefixes, self._concurrency)
             fresh = [key for keys in listed for key in keys if key not in self._read]
-            await together(self._manifest, fresh, self._concurrency)
+            await bounded_gather(self._manifest, fresh, self._concurrency)
 
     async def _manifest(self, key: str) -> None:
         try:
             manifest = await read(self._store, key, RankManifest)
             session = self._session(manifest.attempt, manifest.rank)
-            of_session(manifest, session, key, self._store.url)
+            check_session_id(manifest, session, key, self._store.url)
         except (ObjectNotFound, CorruptObject) as error:
             self._troubles[key] = f"{key} was passed over: {error}"
             return

@@ -15,7 +15,6 @@ from the ranks.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,12 +22,9 @@ from functools import partial
 from itertools import islice
 from typing import Literal, NamedTuple, TypeVar
 
-from smdist.coordination.snapshot.load import together
+from smdist.concurrency import bounded_gather
 from smdist.coordination.view.membership import expected_ranks
-from smdist.coordination.view.orphans import Owner, find_orphans, manifest_owner
 from smdist.coordination.view.run_view import Unread, View, add
-from smdist.coordination.view.span_reader import SpanRequest
-from smdist.coordination.view.vetting import attested, check_owner, doubt, of_session, whole_summary
 from smdist.errors import (
     CorruptObject,
     NoSuchRun,
@@ -36,31 +32,28 @@ from smdist.errors import (
     RunReplaced,
     SmdistError,
     StoreForbidden,
-    TrialError,
 )
 from smdist.format.inline_segment import extract_segment
 from smdist.format.intervals import Members, subtract, to_intervals
 from smdist.format.layout import Layout
 from smdist.format.manifest import (
-    FORMAT,
     RUN_KEY,
     Collections,
-    Heartbeat,
+    Owner,
     RankManifest,
-    RankSpan,
-    RankSummary,
     Run,
     SamplingChanges,
-    Session,
     collections_key,
     heartbeat_key,
     layout_key,
     manifest_key,
+    parse_manifest_key,
     session_key,
 )
 from smdist.format.manifest_spans import covering_spans
-from smdist.format.stored_json import read
+from smdist.format.session_checks import foreign_run, session_of_manifest
 from smdist.identity import worker_name, worker_rank
+from smdist.storage.run_objects import RunObjects, SpanRequest
 from smdist.storage.store import Store
 from smdist.trials.freshness import Care, most_age_s
 from smdist.trials.progress import Progress, progress_of
@@ -70,10 +63,6 @@ __all__ = ["Loader", "News"]
 
 A = TypeVar("A")
 T = TypeVar("T")
-
-_SESSION = re.compile(r"sessions/worker_(\d+)/(\d+)\.json")
-_SUMMARY = re.compile(r"summaries/worker_(\d+)/(\d+)\.json")
-_MANIFEST = re.compile(r"manifests/worker_(\d+)/(\d+)-(\d+)\.json")
 
 _MOST_ABSENT = 16  # manifests of a rank that are missing and asked for at once
 _PAGE = 1000  # keys that a listing of a bucket gives at once
@@ -114,7 +103,7 @@ class Loader:
     def __init__(
         self, store: Store, snapshots: Snapshots | None = None, concurrency: int = 32
     ) -> None:
-        self._store = store
+        self._store, self._objects = store, RunObjects(store)
         self._snapshots = snapshots
         self._pinned: Snapshot | None = None
         self._untold = News()
@@ -136,16 +125,11 @@ class Loader:
     async def run(self) -> Run:
         """The run's head; NoSuchRun when there is none yet."""
         try:
-            run = await read(self._store, RUN_KEY, Run)
+            run = await self._objects.run()
         except ObjectNotFound:
             if not await self._store.list("sessions/"):
                 raise NoSuchRun(self._store.url) from None
-            run = await read(self._store, RUN_KEY, Run)  # it came between, or was removed
-        if run.format > FORMAT:
-            raise TrialError(
-                f"{self._store.url} was written in format {run.format}; this smdist reads up to "
-                f"{FORMAT}: install a newer one"
-            )
+            run = await self._objects.run()  # it came between, or was removed
         self._run_id = run.run_id
         return run
 
@@ -212,7 +196,7 @@ class Loader:
         if not self._run_id or not (due or self._unchecked):
             return True
         try:
-            found = (await read(self._store, RUN_KEY, Run)).run_id
+            found = (await self._objects.run()).run_id
         except (ObjectNotFound, CorruptObject) as error:
             news.troubles[RUN_KEY] = f"{RUN_KEY} of run {self._run_id} cannot be read: {error}"
             return True
@@ -287,22 +271,21 @@ class Loader:
         """In order of attempt and rank; ranks without a budget have none."""
         news = News(troubles=self.troubles)
         keys = await self._store.list("thinned/")
-        read = await self._each(partial(self._decode, news, SamplingChanges), keys)
-        found = [one for one in read if one is not None]
+        found = [t for t in await self._each(partial(self._thinned, news), keys) if t is not None]
         return sorted(found, key=lambda one: (one.attempt, worker_rank(one.worker)))
 
     async def _list_sessions(self, news: News) -> dict[Owner, str]:
-        keys = await self._store.list("sessions/")
-        for key in self._sessions.difference(keys):
+        listed = await self._objects.list_sessions()
+        for key in self._sessions.difference(listed.values()):
             news.troubles[key] = f"{key} is gone; what it said is known from elsewhere"
-        return {(int(m[2]), int(m[1])): key for key in keys if (m := _SESSION.fullmatch(key))}
+        return listed
 
     async def _each(self, call: Callable[[A], Awaitable[T]], items: Sequence[A]) -> list[T]:
-        return await together(call, items, self._concurrency)
+        return await bounded_gather(call, items, self._concurrency)
 
-    async def _decode(self, news: News, kind: type[T], key: str) -> T | None:
+    async def _thinned(self, news: News, key: str) -> SamplingChanges | None:
         try:
-            return await read(self._store, key, kind)
+            return await self._objects.sampling_changes(key)
         except (ObjectNotFound, CorruptObject) as error:
             news.passed_over(key, error)
             return None
@@ -313,8 +296,7 @@ class Loader:
         first = not self._looked and self._pinned is None
         self._looked = True
         if fresh or first:
-            keys = await self._store.list("summaries/")
-            found = {(int(m[2]), int(m[1])): key for key in keys if (m := _SUMMARY.fullmatch(key))}
+            found = await self._objects.list_summaries()
             fresh |= found.keys() - listed.keys() if first else set()
             summarised = [(owner, key) for owner, key in found.items() if owner in fresh]
             await self._each(partial(self._load_summary, news), summarised)
@@ -325,7 +307,7 @@ class Loader:
                 for attempt in sorted(news.facts.attempts)
                 for rank in expected_ranks(news.facts, attempt)
             )
-            orphans = await find_orphans(self._store, {*listed, *self._progress}, expected)
+            orphans = await self._objects.find_orphans({*listed, *self._progress}, expected)
             await self._each(partial(self._load_session, news, listed), sorted(orphans))
 
     async def _load_session(self, news: News, listed: Mapping[Owner, str], owner: Owner) -> None:
@@ -337,12 +319,11 @@ class Loader:
             return
         progress = Progress()
         try:
-            session = await read(self._store, key, Session)
-            check_owner(session, owner, key, self._store.url)
+            session = await self._objects.session(owner)
         except (ObjectNotFound, CorruptObject) as error:
             news.passed_over(key, error)
         else:
-            if why := doubt(session, self._run_id):
+            if why := foreign_run(session, self._run_id):
                 news.troubles[key] = f"{key} is doubtful: {why}"
                 progress.suspect = session
             else:
@@ -355,8 +336,7 @@ class Loader:
     async def _load_summary(self, news: News, found: tuple[Owner, str]) -> None:
         owner, key = found
         try:
-            made = await read(self._store, key, RankSummary)
-            summary = whole_summary(made, self._run_id, key, self._store.url)
+            summary = await self._objects.summary(owner, self._run_id)
         except ObjectNotFound:
             return
         except CorruptObject as error:
@@ -374,7 +354,8 @@ class Loader:
         """Manifests that were not read yet."""
         keys = await self._list_manifests(live, sparing=sparing)
         some = {key.rpartition("-")[0]: key for key in keys}.values()  # one of each
-        owners = {owner for key in some if (owner := manifest_owner(key)) is not None}
+        parsed = filter(None, map(parse_manifest_key, some))
+        owners = {(one.attempt, one.rank) for one in parsed}
         # Of a rank that has just come, or whose session was removed.
         strangers = sorted(owners.difference(self._progress))
         await self._each(partial(self._load_session, news, {}), strangers)
@@ -396,8 +377,8 @@ class Loader:
     def _lacking(self, keys: Iterable[str]) -> list[_Fresh]:
         found: dict[Owner, set[int]] = {}
         for key in keys:
-            if match := _MANIFEST.fullmatch(key):
-                rank, attempt, seq = map(int, match.groups())
+            if (named := parse_manifest_key(key)) is not None:
+                attempt, rank, seq = named
                 progress = self._progress.get((attempt, rank))
                 if progress is not None and not progress.ended:
                     found.setdefault((attempt, rank), set()).add(seq)
@@ -432,30 +413,29 @@ class Loader:
         for one in fresh:
             if one.listed:  # what was removed does not come back by a span
                 seqs.setdefault(one.owner, []).append(one.seq)
-        stretches = [
+        requests = [
             SpanRequest(*owner, self._progress[owner].session, span)
             for owner, some in seqs.items()
             for span in covering_spans(some)
         ]
-        while stretches := [s for s in stretches if s.span.length > 1 and s.session]:
-            left = await self._each(partial(self._load_span, news, lacking), stretches)
-            stretches = [part for parts in left for part in parts]
+        while requests := [r for r in requests if r.span.length > 1 and r.session]:
+            left = await self._each(partial(self._load_span, news, lacking), requests)
+            requests = [child for children in left for child in children]
         await self._each(partial(self._load_manifest, news), list(lacking.values()))
 
     async def _load_span(
-        self, news: News, lacking: dict[tuple[Owner, int], _Fresh], stretch: SpanRequest
+        self, news: News, lacking: dict[tuple[Owner, int], _Fresh], request: SpanRequest
     ) -> list[SpanRequest]:
         """What is to be asked for instead."""
         try:
-            made = await read(self._store, stretch.key, RankSpan)
-            manifests = stretch.found(made, self._store.url)
+            manifests = await self._objects.span(request)
         except (ObjectNotFound, StoreForbidden):
             manifests = None
         except CorruptObject as error:
-            news.passed_over(stretch.key, error)
+            news.passed_over(request.key, error)
             manifests = None
         if manifests is None:
-            return stretch.children()  # they say the same
+            return request.children()  # they say the same
         for manifest in manifests:
             fresh = lacking.pop(((manifest.attempt, manifest.rank), manifest.seq))
             self._took(news, fresh, manifest)
@@ -464,8 +444,7 @@ class Loader:
     async def _load_manifest(self, news: News, fresh: _Fresh) -> None:
         """One that cannot be read is asked for again the next time: its writer may put it anew."""
         try:
-            manifest = await read(self._store, fresh.key, RankManifest)
-            of_session(manifest, fresh.progress.session, fresh.key, self._store.url)
+            manifest = await self._objects.manifest(fresh.owner, fresh.seq, fresh.progress.session)
         except (ObjectNotFound, CorruptObject) as error:
             news.passed_over(fresh.key, error)
             add(news.facts, Unread(*fresh.owner, fresh.seq))
@@ -481,7 +460,7 @@ class Loader:
             news.troubles.pop(fresh.key, None)
         if not fresh.progress.session:
             fresh.progress.session = manifest.session
-            add(news.facts, attested(manifest, fresh.progress.suspect))
+            add(news.facts, session_of_manifest(manifest, fresh.progress.suspect))
         self._take(news, fresh.key, manifest)
         if manifest.state == "ended":
             fresh.progress.final = True
@@ -498,8 +477,7 @@ class Loader:
         attempt, rank = owner
         key = heartbeat_key(worker_name(rank), attempt)
         try:
-            beat = await read(self._store, key, Heartbeat)
-            of_session(beat, self._progress[owner].session, key, self._store.url)
+            beat = await self._objects.heartbeat(owner, self._progress[owner].session)
         except ObjectNotFound:
             return  # a young rank has none yet
         except CorruptObject as error:
@@ -510,7 +488,7 @@ class Loader:
     async def _load_layout(self, news: News, digest: str) -> None:
         key = layout_key(digest)
         try:
-            layout = Layout.from_json(await self._store.get(key), digest, key, self._store.url)
+            layout = await self._objects.layout(digest)
         except (ObjectNotFound, CorruptObject) as error:
             news.troubles[key] = f"{key} cannot be read: {error}"
             return
@@ -523,7 +501,7 @@ class Loader:
         for rank in sorted({rank for _, rank in self._progress})[:8]:
             key = collections_key(worker_name(rank))
             try:
-                news.collections = await read(self._store, key, Collections)
+                news.collections = await self._objects.collections(rank)
             except ObjectNotFound:
                 continue
             except CorruptObject as error:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from threading import Lock
 
+from smdist.concurrency import bounded_gather
 from smdist.coordination.columnar.blocks import Blocks
 from smdist.coordination.columnar.building import empty, extended
 from smdist.coordination.columnar.chunks import Chunk
@@ -27,7 +28,6 @@ from smdist.coordination.snapshot.load import (
     load_drops,
     load_head,
     load_layouts,
-    together,
     view_of,
 )
 from smdist.coordination.view.run_view import View
@@ -170,7 +170,7 @@ class Snapshots:
             if self._kept(chunk.ref.key) is None:
                 absent.append(chunk)
         if absent:
-            self.run(together(self._fetch, absent, self.concurrency))
+            self.run(bounded_gather(self._fetch, absent, self.concurrency))
 
     async def _fetch(self, chunk: Chunk) -> Columns:
         key = chunk.ref.key

@@ -36,10 +36,11 @@ from smdist.errors import (
     RunExists,
     StoreError,
 )
-from smdist.format.manifest import FORMAT, RUN_KEY, Run, Session, session_key
+from smdist.format.manifest import RUN_KEY, Run, Session, session_key
 from smdist.format.stored_json import encode, read
 from smdist.identity import worker_name
 from smdist.storage import loop_thread as sync
+from smdist.storage.run_objects import RunObjects
 from smdist.storage.store import Store
 from smdist.workers.join.attempt import Newcomer, choose_attempt, may_join
 from smdist.workers.join.launcher_identity import (
@@ -275,7 +276,7 @@ def _session(
 
 async def _read_run(store: Store) -> Run | None:
     try:
-        run = await read(store, RUN_KEY, Run)
+        return await RunObjects(store).run()
     except ObjectNotFound:
         return None
     except CorruptObject as error:
@@ -283,12 +284,6 @@ async def _read_run(store: Store) -> Run | None:
             f"{store.url} holds a {RUN_KEY} that smdist did not write ({error.detail}); choose another "
             "out_dir"
         ) from error
-    if run.format > FORMAT:
-        raise ConfigurationError(
-            f"{store.url} holds a run in format {run.format}, newer than the {FORMAT} this version "
-            "of smdist writes; use a newer version or another out_dir"
-        )
-    return run
 
 
 async def _read_sessions(store: Store, rank: int) -> list[Session]:

@@ -8,11 +8,11 @@ next writer of the same keys.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from smdist.concurrency import await_despite_cancellation, bounded_gather
 from smdist.storage.s3.connection import Connection
 from smdist.storage.s3.errors import RequestFailed
 from smdist.storage.s3.request_body import split_views
@@ -52,10 +52,10 @@ async def upload(
         call = {**this, "MultipartUpload": {"Parts": numbered}, **condition}
         await connection.call("complete_multipart_upload", call)
     except BaseException:
-        await _to_the_end(_clean_up(connection, name, known))
+        await await_despite_cancellation(_clean_up(connection, name, known))
         raise
     if known.unsure or name in connection.counts.dangling:
-        await _to_the_end(_clean_up(connection, name, _Created(unsure=True)))
+        await await_despite_cancellation(_clean_up(connection, name, _Created(unsure=True)))
 
 
 class _Created:
@@ -74,18 +74,13 @@ async def _create(connection: Connection, params: dict[str, Any], known: _Create
 async def _send_parts(
     connection: Connection, place: dict[str, Any], parts: Sequence[Sequence[memoryview]]
 ) -> list[str]:
-    tags = [""] * len(parts)
-    turn = iter(range(len(parts)))
+    async def send(number: int) -> str:
+        params = {**place, "PartNumber": number + 1}
+        answer = await connection.call("upload_part", params, body=parts[number])
+        connection.counts.parts += 1
+        return str(answer["ETag"])
 
-    async def work() -> None:
-        for i in turn:
-            params = {**place, "PartNumber": i + 1}
-            answer = await connection.call("upload_part", params, body=parts[i])
-            tags[i] = str(answer["ETag"])
-            connection.counts.parts += 1
-
-    await _together([work() for _ in range(min(connection.options.concurrency, len(parts)))])
-    return tags
+    return await bounded_gather(send, range(len(parts)), connection.options.concurrency)
 
 
 async def sweep(connection: Connection, prefix: str, *, exact: bool = False) -> int:
@@ -134,31 +129,3 @@ async def _abort(connection: Connection, params: dict[str, Any]) -> None:
             if failed.fault.kind in ("no_upload", "missing"):
                 return
             raise
-
-
-async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """All of them, or the first error once the others have ended."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await _to_the_end(asyncio.wait(tasks))
-    errors = [task.exception() for task in tasks if not task.cancelled()]
-    for error in errors:
-        if error is not None:
-            raise error
-
-
-async def _to_the_end(work: Coroutine[Any, Any, Any]) -> None:
-    """Not to be cancelled: one that comes meanwhile is raised afterwards."""
-    task, cancelled = asyncio.ensure_future(work), False
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError:  # noqa: PERF203
-            cancelled = True
-    task.result()
-    if cancelled:
-        raise asyncio.CancelledError

@@ -212,7 +212,7 @@ def test_a_session_of_another_run_counts_if_manifests_are_of_it() -> None:
     store.objects[RUN_KEY] = run_of(run_id="other").objects[RUN_KEY]
     trial = open_trial(store)
     assert trial.steps() == [0, 1, 2, 3]
-    assert "run.json tells other" in said(store)
+    assert "run.json names other" in said(store)
     store = run_of()
     foreign = session_key("worker_1", 0)
     store.objects[foreign] = run_of(2, run_id="other").objects[foreign]

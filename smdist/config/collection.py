@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from smdist.config.observable import Configuration, ListView, SetView
-from smdist.config.readers import boolean, known_keys, located, text, texts
+from smdist.config.readers import check_keys, error_context, read_boolean, read_text, read_texts
 from smdist.config.reduction_config import ReductionConfig
 from smdist.config.save_config import SaveConfig
 from smdist.errors import ConfigurationError
@@ -110,7 +110,7 @@ class Collection(Configuration):
         save_histogram: bool = True,
     ) -> None:
         super().__init__()
-        self._name = text("name of a collection", name)
+        self._name = read_text("name of a collection", name)
         if not name:
             raise ConfigurationError("name='' of a collection must be text that is not empty")
         self._patterns: tuple[re.Pattern[str], ...] = ()
@@ -141,8 +141,8 @@ class Collection(Configuration):
         self._set_regex(value)
 
     def _set_regex(self, value: Any) -> None:
-        with located(f"collection {self._name!r}"):
-            given = () if value is None or value is False else texts("include_regex", value)
+        with error_context(f"collection {self._name!r}"):
+            given = () if value is None or value is False else read_texts("include_regex", value)
             self._patterns = tuple(map(compile_regex, given))
         self.changed()
 
@@ -152,8 +152,8 @@ class Collection(Configuration):
         `t` is what older scripts call `regex`.
         """
         regex = t if regex is None else regex
-        with located(f"collection {self._name!r}"):
-            added = tuple(map(compile_regex, texts("include_regex", regex)))
+        with error_context(f"collection {self._name!r}"):
+            added = tuple(map(compile_regex, read_texts("include_regex", regex)))
         self._patterns += added
         self.changed()
 
@@ -166,8 +166,8 @@ class Collection(Configuration):
         self._set_names(value)
 
     def _set_names(self, value: Any) -> None:
-        with located(f"collection {self._name!r}"):
-            given = () if value is None else texts("tensor_names", value)
+        with error_context(f"collection {self._name!r}"):
+            given = () if value is None else read_texts("tensor_names", value)
         self._tensor_names = dict.fromkeys(given)
         self.changed()
 
@@ -175,8 +175,8 @@ class Collection(Configuration):
         return tname in self._tensor_names
 
     def add_tensor_name(self, tname: str) -> None:
-        with located(f"collection {self._name!r}"):
-            tname = text("tensor_name", tname)
+        with error_context(f"collection {self._name!r}"):
+            tname = read_text("tensor_name", tname)
         if tname not in self._tensor_names:
             self._tensor_names[tname] = None
             self.changed()
@@ -199,7 +199,9 @@ class Collection(Configuration):
     def request(self, target: object, inputs: bool, outputs: bool) -> TensorRequest:
         """Ask for inputs and outputs of a framework's module; asking again replaces."""
         self._requests = [r for r in self._requests if r.target is not target]
-        found = TensorRequest(target, boolean("inputs", inputs), boolean("outputs", outputs))
+        found = TensorRequest(
+            target, read_boolean("inputs", inputs), read_boolean("outputs", outputs)
+        )
         self._requests.append(found)
         self._rebind()
         return found
@@ -235,7 +237,7 @@ class Collection(Configuration):
     def save_config(self, value: Any) -> None:
         new = None
         if value is not None:
-            with located(f"collection {self._name!r}"):
+            with error_context(f"collection {self._name!r}"):
                 new = SaveConfig.parse(value)
         if self._hook is not None:
             new = (
@@ -258,7 +260,7 @@ class Collection(Configuration):
     def reduction_config(self, value: Any) -> None:
         new = None
         if value is not None:
-            with located(f"collection {self._name!r}"):
+            with error_context(f"collection {self._name!r}"):
                 new = ReductionConfig.parse(value)
         if self._hook is not None:
             hook = self._hook[1]
@@ -276,8 +278,8 @@ class Collection(Configuration):
 
     @save_histogram.setter
     def save_histogram(self, value: bool) -> None:
-        with located(f"collection {self._name!r}"):
-            self._save_histogram = boolean("save_histogram", value)
+        with error_context(f"collection {self._name!r}"):
+            self._save_histogram = read_boolean("save_histogram", value)
         self.changed()
 
     def follow(self, save_config: SaveConfig, reduction_config: ReductionConfig) -> None:
@@ -300,7 +302,7 @@ class Collection(Configuration):
 
     @classmethod
     def from_dict(cls, params: Mapping[str, Any]) -> Collection:
-        known_keys(params, _KEYS, "Collection")
+        check_keys(params, _KEYS, "Collection")
         return cls(**params)
 
     def copy(self) -> Collection:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from smdist.config.collection import Collection
 from smdist.config.observable import Observable
-from smdist.config.readers import text
+from smdist.config.readers import read_text
 from smdist.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class CollectionManager(Observable):
 
     def get(self, name: str, create: bool = True) -> Collection:
         """The collection of that name, created empty if it is missing."""
-        name = text("name of a collection", name)
+        name = read_text("name of a collection", name)
         if name not in self._collections:
             if not create:
                 raise ConfigurationError(f"no collection {name!r}; add it with add_collection()")

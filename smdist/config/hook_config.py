@@ -24,7 +24,7 @@ from smdist.config.collection import Collection, CollectionKeys
 from smdist.config.collection_manager import CollectionManager
 from smdist.config.framework import Framework
 from smdist.config.parameters import PARAMETERS, Place, Section, read_arguments, read_section
-from smdist.config.readers import known_keys, located
+from smdist.config.readers import check_keys, error_context
 from smdist.config.reduction_config import ReductionConfig
 from smdist.config.save_config import SaveConfig
 from smdist.errors import ConfigurationError, NoConfigurationFile
@@ -95,7 +95,7 @@ class HookConfig:
     @classmethod
     def from_arguments(cls, framework: Framework, **arguments: Any) -> HookConfig:
         """From the arguments of a hook's constructor; None stands for the default."""
-        with located(f"{framework.name} hook"):
+        with error_context(f"{framework.name} hook"):
             given = read_arguments(arguments)
             if "out_dir" not in given:
                 raise ConfigurationError(
@@ -114,15 +114,15 @@ class HookConfig:
         """From a parsed configuration; `source` is what errors call it."""
         environ = os.environ if environ is None else environ
         _check_mapping(document, source, "the whole document")
-        known_keys(document, _TOP, source)
+        check_keys(document, _TOP, source)
         where = f"{source}, HookParameters"
-        with located(where):
+        with error_context(where):
             parameters = document.get("HookParameters")
             parameters = {} if parameters is None else parameters
             _check_mapping(parameters, "HookParameters", "it")
             section = read_section(parameters, Place.HOOK, where)
         given = dict(section.rest)
-        with located(source):
+        with error_context(source):
             given["out_dir"] = _out_dir(document, environ)
         if SAGEMAKER_JOB_VARIABLE in environ:
             given["tensorboard_dir"] = _sagemaker_tensorboard(environ)
@@ -180,10 +180,10 @@ class HookConfig:
             manager.get(CollectionKeys.DEFAULT).include(self.include_regex)
         for collection in self.collections:
             collection.apply(manager.get(collection.name), self)
-        with located(f"{self.framework.name} hook"):
+        with error_context(f"{self.framework.name} hook"):
             _check_steps(self.save_config)
         for name, made in manager.get_collections().items():
-            with located(f"collection {name!r}"):
+            with error_context(f"collection {name!r}"):
                 _check_steps(made.save_config)
         return manager
 
@@ -264,7 +264,7 @@ def _collections(given: Any, source: str) -> tuple[CollectionConfig, ...]:
     for place, entry in enumerate(given):
         where = f"{source}, CollectionConfigurations[{place}]"
         _check_mapping(entry, where, "the entry")
-        known_keys(entry, ("CollectionName", "CollectionParameters"), where)
+        check_keys(entry, ("CollectionName", "CollectionParameters"), where)
         name = entry.get("CollectionName")
         if not isinstance(name, str) or not name:
             raise ConfigurationError(f"{where}: CollectionName is missing; every entry needs one")
@@ -275,7 +275,7 @@ def _collections(given: Any, source: str) -> tuple[CollectionConfig, ...]:
     result = []
     for name, parameters in merged.items():
         where = f"{source}, collection {name!r}, CollectionParameters"
-        with located(where):
+        with error_context(where):
             section = read_section(parameters, Place.COLLECTION, where)
         result.append(CollectionConfig(name, section))
     return tuple(result)

@@ -16,14 +16,14 @@ from typing import Any
 from smdist.config.collection import compile_regex
 from smdist.config.readers import (
     absolute_path,
-    boolean,
-    choice,
-    integer,
-    integers,
-    known_keys,
-    number,
-    strings,
-    texts,
+    check_keys,
+    read_boolean,
+    read_choice,
+    read_integer,
+    read_integers,
+    read_names,
+    read_number,
+    read_texts,
 )
 from smdist.config.reduction_config import ReductionConfig, canonical_reduction
 from smdist.config.save_config import SaveConfig
@@ -76,11 +76,11 @@ def _path(key: str, value: Any) -> str:
 
 
 def _regex(key: str, value: Any) -> tuple[str, ...]:
-    return tuple(compile_regex(pattern).pattern for pattern in texts(key, value))
+    return tuple(compile_regex(pattern).pattern for pattern in read_texts(key, value))
 
 
 def _regex_in_text(key: str, value: Any) -> tuple[str, ...]:
-    return _regex(key, strings(key, value))
+    return _regex(key, read_names(key, value))
 
 
 def _workers(key: str, value: Any) -> str | tuple[int, ...]:
@@ -88,7 +88,7 @@ def _workers(key: str, value: Any) -> str | tuple[int, ...]:
         return value.strip().lower()
     remedy = "write 'one', 'all' or a list of ranks such as [0, 3]"
     try:
-        ranks = integers(key, [value] if isinstance(value, int) else value)
+        ranks = read_integers(key, [value] if isinstance(value, int) else value)
     except ConfigurationError:
         raise ConfigurationError(f"{key}={value!r} is not understood; {remedy}") from None
     if not ranks:
@@ -97,22 +97,22 @@ def _workers(key: str, value: Any) -> str | tuple[int, ...]:
 
 
 def _reductions(key: str, value: Any) -> tuple[str, ...]:
-    return tuple(canonical_reduction(name, key) for name in strings(key, value))
+    return tuple(canonical_reduction(name, key) for name in read_names(key, value))
 
 
 def _size(key: str, value: Any) -> int:
-    return integer(key, value, minimum=1)
+    return read_integer(key, value, minimum=1)
 
 
 def _share(key: str, value: Any) -> float:
-    found = number(key, value)
+    found = read_number(key, value)
     if not 0 < found < 1:
         raise ConfigurationError(f"{key}={value!r} must lie between 0 and 1; 0.03 is 3 %")
     return found
 
 
 def _one_of(*allowed: str) -> Reader:
-    return lambda key, value: choice(key, value, allowed)
+    return lambda key, value: read_choice(key, value, allowed)
 
 
 _EVERYWHERE = Place.PYTHON | Place.HOOK
@@ -120,32 +120,32 @@ _JSON = Place.HOOK | Place.COLLECTION
 
 _TABLE = (
     Parameter("out_dir", _path, Place.PYTHON),
-    Parameter("export_tensorboard", boolean, _EVERYWHERE),
+    Parameter("export_tensorboard", read_boolean, _EVERYWHERE),
     Parameter("tensorboard_dir", _path, _EVERYWHERE),
-    Parameter("dry_run", boolean, _EVERYWHERE),
+    Parameter("dry_run", read_boolean, _EVERYWHERE),
     Parameter("reduction_config", lambda _, value: ReductionConfig.parse(value), Place.PYTHON),
     Parameter("save_config", lambda _, value: SaveConfig.parse(value), Place.PYTHON),
     Parameter("include_regex", _regex, _EVERYWHERE | Place.COLLECTION, in_text=_regex_in_text),
-    Parameter("include_collections", strings, _EVERYWHERE),
-    Parameter("save_all", boolean, _EVERYWHERE),
+    Parameter("include_collections", read_names, _EVERYWHERE),
+    Parameter("save_all", read_boolean, _EVERYWHERE),
     Parameter("include_workers", _workers, _EVERYWHERE),
     # How the hook behaves beside the training job.
     Parameter("buffer_bytes", _size, _EVERYWHERE),
     Parameter("segment_bytes", _size, _EVERYWHERE),
-    Parameter("linger_s", number, _EVERYWHERE),
-    Parameter("drain_deadline_s", number, _EVERYWHERE),
+    Parameter("linger_s", read_number, _EVERYWHERE),
+    Parameter("drain_deadline_s", read_number, _EVERYWHERE),
     Parameter("on_full", _one_of("block", "drop"), _EVERYWHERE),
     Parameter("on_error", _one_of("warn", "raise"), _EVERYWHERE),
     Parameter("overhead_budget", _share, _EVERYWHERE),
-    Parameter("resume", boolean, _EVERYWHERE),
+    Parameter("resume", read_boolean, _EVERYWHERE),
     Parameter("stage_gradients", _one_of("local", "synced"), _EVERYWHERE),
     # What Python says with objects, JSON says with flat keys.
     Parameter("reductions", _reductions, _JSON),
-    Parameter("save_raw_tensor", boolean, _JSON),
-    Parameter("save_shape", boolean, _JSON),
+    Parameter("save_raw_tensor", read_boolean, _JSON),
+    Parameter("save_shape", read_boolean, _JSON),
     *(Parameter(key, read_save_key, _JSON, by_mode=True) for key in SAVE_KEYS),
-    Parameter("save_histogram", boolean, Place.COLLECTION),
-    Parameter("tensor_names", strings, Place.COLLECTION),
+    Parameter("save_histogram", read_boolean, Place.COLLECTION),
+    Parameter("tensor_names", read_names, Place.COLLECTION),
 )
 PARAMETERS: Mapping[str, Parameter] = {parameter.key: parameter for parameter in _TABLE}
 
@@ -179,7 +179,7 @@ def keys_in(place: Place) -> Iterable[str]:
 
 def read_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Python arguments by name; None means "not given"."""
-    known_keys(arguments, keys_in(Place.PYTHON), "the hook's arguments")
+    check_keys(arguments, keys_in(Place.PYTHON), "the hook's arguments")
     return {
         key: PARAMETERS[key].read(key, value)
         for key, value in arguments.items()
@@ -189,7 +189,7 @@ def read_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_section(values: Mapping[str, Any], place: Place, where: str) -> Section:
     """A JSON section; null means "not given"."""
-    known_keys(values, keys_in(place), where)
+    check_keys(values, keys_in(place), where)
     plain: dict[str, dict[str, Any]] = {"save": {}, "reduction": {}, "rest": {}}
     by_mode: dict[ModeKeys, dict[str, Any]] = {}
     for key, value in values.items():

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from typing import Any, Final
 
 from smdist.config.observable import Configuration, ListView
-from smdist.config.readers import boolean, known_keys, located, strings
+from smdist.config.readers import check_keys, error_context, read_boolean, read_names
 from smdist.errors import ConfigurationError, UnknownKey
 from smdist.kernel.tensor_stats import REDUCTIONS, canonical, is_reduction
 
@@ -41,7 +41,7 @@ def canonical_reduction(name: object, key: str = "reductions") -> str:
 def _read_list(key: str, value: object) -> tuple[str, ...]:
     """The names in a list attribute, as they stand there: without the `abs_` of the abs lists."""
     result: list[str] = []
-    for item in strings(key, value):
+    for item in read_names(key, value):
         name = canonical_reduction(item, key)
         if key.startswith("abs_"):
             name = canonical_reduction(f"abs_{name.removeprefix('abs_')}", key).removeprefix("abs_")
@@ -107,9 +107,9 @@ class ReductionConfig(Configuration):
         return joined
 
     def _checked(self, key: str, value: object) -> object:
-        with located("ReductionConfig"):
+        with error_context("ReductionConfig"):
             if key in _FLAGS:
-                return boolean(key, value)
+                return read_boolean(key, value)
             return () if value is None else _read_list(key, value)
 
     def _get(self, key: str) -> Any:
@@ -240,16 +240,16 @@ class ReductionConfig(Configuration):
 
 
 def _from_flat(params: Mapping[str, Any]) -> dict[str, Any]:
-    known_keys(params, REDUCTION_KEYS, "ReductionConfig")
+    check_keys(params, REDUCTION_KEYS, "ReductionConfig")
     own: dict[str, Any] = {}
-    with located("ReductionConfig"):
+    with error_context("ReductionConfig"):
         for key, value in params.items():
             if value is None:
                 continue
             if key == "reductions":
                 own.update(_sorted_out(_read_list(key, value)))
             elif key in _FLAGS:
-                own[key] = boolean(key, value)
+                own[key] = read_boolean(key, value)
         for key in _LISTS[1:]:
             if params.get(key) is not None:
                 own[key] = (*own.get(key, ()), *_read_list(key, params[key]))

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any
 
-from smdist.config.readers import located
+from smdist.config.readers import error_context
 from smdist.config.save_config_mode import SaveConfigMode, SaveKeys
 from smdist.config.schedule import SAVE_KEYS, Schedule, mode_key, read_save_key, read_save_keys
 from smdist.errors import ConfigurationError
@@ -120,7 +120,7 @@ class SaveConfig(SaveKeys):
 
     def _put(self, key: str, value: object) -> None:
         if value is not None:
-            with located("SaveConfig"):
+            with error_context("SaveConfig"):
                 value = read_save_key(key, value)
         for part in (self._base, *self._modes.values(), *self._views.values()):
             part._put(key, value)
@@ -237,7 +237,7 @@ def _read_modes(
         if value is None:
             continue
         if isinstance(value, Mapping):
-            with located(f"mode_save_configs[{mode.name}]"):
+            with error_context(f"mode_save_configs[{mode.name}]"):
                 value = SaveConfigMode.from_dict(value, defaults)
         if not isinstance(value, SaveConfigMode):
             raise ConfigurationError(

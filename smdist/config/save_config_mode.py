@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from smdist.config.observable import Configuration, ListView
-from smdist.config.readers import known_keys, located
+from smdist.config.readers import check_keys, error_context
 from smdist.config.schedule import SAVE_KEYS, Schedule, read_save_key, read_save_keys
 from smdist.errors import ConfigurationError, UnknownKey
 from smdist.identity import ModeKeys
@@ -106,7 +106,7 @@ class SaveConfigMode(SaveKeys):
             else:
                 self._own.pop(key, None)
         else:
-            with located(type(self).__name__):
+            with error_context(type(self).__name__):
                 self._own[key] = read_save_key(key, value)
         self.changed()
 
@@ -120,7 +120,7 @@ class SaveConfigMode(SaveKeys):
         if not isinstance(params, Mapping):
             raise ConfigurationError(f"{cls.__name__}: {params!r} is not a dict of its settings")
         settings = {**(default_values or {}), **params}
-        known_keys(settings, SAVE_KEYS, cls.__name__)
+        check_keys(settings, SAVE_KEYS, cls.__name__)
         return cls(**settings)
 
     def copy(self) -> SaveConfigMode:

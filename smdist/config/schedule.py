@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from smdist.config.readers import integer, integers, known_keys, located
+from smdist.config.readers import check_keys, error_context, read_integer, read_integers
 from smdist.errors import ConfigurationError
 from smdist.identity import ModeKeys
 
@@ -43,8 +43,8 @@ def read_save_key(key: str, value: object) -> object:
     """A value of one of SAVE_KEYS, checked; the key may carry a mode, as in `train.save_steps`."""
     bare = key.rpartition(".")[2]
     if bare == "save_steps":
-        return integers(key, value)
-    return integer(key, value, minimum=1 if bare == "save_interval" else 0)
+        return read_integers(key, value)
+    return read_integer(key, value, minimum=1 if bare == "save_interval" else 0)
 
 
 def mode_key(value: object) -> ModeKeys:
@@ -57,6 +57,6 @@ def mode_key(value: object) -> ModeKeys:
 
 
 def read_save_keys(values: Mapping[str, object], where: str) -> dict[str, Any]:
-    known_keys(values, SAVE_KEYS, where)
-    with located(where):
+    check_keys(values, SAVE_KEYS, where)
+    with error_context(where):
         return {k: read_save_key(k, v) for k, v in values.items() if v is not None}

@@ -17,7 +17,7 @@ from typing_extensions import Self
 
 from smdist.config import HookConfig
 from smdist.config.collection import Collection, CollectionKeys
-from smdist.config.readers import moment, text, texts
+from smdist.config.readers import read_text, read_texts, read_timestamp
 from smdist.errors import ConfigurationError, DrainTimeout, NoRank
 from smdist.format.manifest import CollectionInfo, Collections, collections_key
 from smdist.format.stored_json import encode
@@ -246,9 +246,9 @@ class BaseHook(HookParts[T]):
 
         `timestamp`: the time of the number in seconds since 1970, stored as `timestamp/<name>`.
         """
-        name = text("name", name)
+        name = read_text("name", name)
         collections = (CollectionKeys.SM_METRICS,) if sm_metric else ()
-        when = None if timestamp is None else np.float64(moment("timestamp", timestamp))
+        when = None if timestamp is None else np.float64(read_timestamp("timestamp", timestamp))
         self._save(f"scalar/{name}", value, collections, scalar=True)
         if when is not None:
             self._save(f"timestamp/{name}", when, (), scalar=True)
@@ -260,8 +260,8 @@ class BaseHook(HookParts[T]):
         collections_to_write: str | Iterable[str] = CollectionKeys.DEFAULT,
     ) -> None:
         """Store a tensor or array at the current step, as a member of every collection given."""
-        collections = texts("collections_to_write", collections_to_write)
-        self._save(text("tensor_name", tensor_name), tensor_value, collections)
+        collections = read_texts("collections_to_write", collections_to_write)
+        self._save(read_text("tensor_name", tensor_name), tensor_value, collections)
 
     def _save(
         self, name: str, value: object, collections: Iterable[str], *, scalar: bool = False

@@ -6,7 +6,7 @@ import os
 
 import msgspec
 
-from smdist.config.readers import absolute_path, integer
+from smdist.config.readers import absolute_path, read_integer
 from smdist.errors import ConfigurationError
 
 __all__ = ["ProcessSettings"]
@@ -28,9 +28,9 @@ class ProcessSettings(msgspec.Struct, frozen=True):
     ) -> ProcessSettings:
         """From the arguments of a hook's constructor, checked; None: not given."""
         return cls(
-            None if rank is None else integer("rank", rank),
-            None if world_size is None else integer("world_size", world_size, minimum=1),
-            None if attempt is None else integer("attempt", attempt),
+            None if rank is None else read_integer("rank", rank),
+            None if world_size is None else read_integer("world_size", world_size, minimum=1),
+            None if attempt is None else read_integer("attempt", attempt),
             None if spool_dir is None else _folder("spool_dir", spool_dir),
         )
 

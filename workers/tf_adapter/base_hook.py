@@ -16,7 +16,7 @@ from typing_extensions import Self
 
 from smdist.config import TENSORFLOW, Framework, HookConfig
 from smdist.config.collection import CollectionKeys
-from smdist.config.readers import number, text
+from smdist.config.readers import read_number, read_text
 from smdist.config.reduction_config import ReductionConfig
 from smdist.config.save_config import SaveConfig
 from smdist.workers.hook.base import CLOSE_TIMEOUT_S, BaseHook
@@ -84,7 +84,7 @@ class TensorflowHook(BaseHook[Array]):
             stage_gradients=stage_gradients,
         )
         where = ProcessSettings.read(rank, world_size, attempt, spool_dir)
-        timeout_s = min(number("close_timeout_s", close_timeout_s, finite=False), TIMEOUT_MAX)
+        timeout_s = min(read_number("close_timeout_s", close_timeout_s, finite=False), TIMEOUT_MAX)
         self._build(config, where, timeout_s)
 
     @classmethod
@@ -119,7 +119,7 @@ class TensorflowHook(BaseHook[Array]):
 
         Names that speak of a loss are among the losses.
         """
-        tensor_name = text("tensor_name", tensor_name)
+        tensor_name = read_text("tensor_name", tensor_name)
         if not self._active:
             self._warn_if_closed()
             return

@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from smdist.config import PYTORCH, HookConfig
-from smdist.config.readers import number, text
+from smdist.config.readers import read_number, read_text
 from smdist.config.reduction_config import ReductionConfig
 from smdist.config.save_config import SaveConfig
 from smdist.errors import ConfigurationError
@@ -91,7 +91,7 @@ class Hook(BaseHook[Value]):
             stage_gradients=stage_gradients,
         )
         where = ProcessSettings.read(rank, world_size, attempt, spool_dir)
-        timeout_s = min(number("close_timeout_s", close_timeout_s, finite=False), TIMEOUT_MAX)
+        timeout_s = min(read_number("close_timeout_s", close_timeout_s, finite=False), TIMEOUT_MAX)
         self._build(config, where, timeout_s)
 
     @classmethod
@@ -172,7 +172,7 @@ class Hook(BaseHook[Value]):
 
     def record_tensor_value(self, tensor_name: str, tensor_value: torch.Tensor) -> None:
         """Treat a tensor as the output of a module of that name: `<tensor_name>_output_0`."""
-        tensor_name = text("tensor_name", tensor_name)
+        tensor_name = read_text("tensor_name", tensor_name)
         self._warn_if_closed()
         if self._active:
             self._recording.modules.record(tensor_name, "output", tensor_value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from smdist.format.manifest import RankManifest, Session, manifest_key
+from smdist.format.manifest import RankManifest, manifest_key
 from smdist.identity import worker_name
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class RankTrack:
     alive_at: float = 0.0  # newest sign of life, by our clock
     met_at: float = 0.0  # by our clock
     session: str = ""  # whose manifests they are, if that is known
-    suspect: Session | None = None  # it may be theirs
+    foreign: bool = False  # the session was of another run, and is read again
     listed: bool = False  # once, since we came: they may have piled up before
 
     def __post_init__(self) -> None:
@@ -145,7 +145,8 @@ def resume_track(attempt: int, rank: int, known: RankView, now: float) -> RankTr
         track.seen_at = max(track.seen_at, track.beaten_at)
     if known.session is not None:
         track.seen_at = max(track.seen_at, known.session.started)
-        track.session = known.session.session
+        track.foreign = not known.session.is_recorded
+        track.session = "" if track.foreign else known.session.session
     if known.seen and known.seen[-1][1] != track.seq:
         # What is lacking is asked for once more, and passed over at once if it is still not there.
         track.final, track.torn = False, True

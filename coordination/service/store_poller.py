@@ -39,9 +39,10 @@ from smdist.format.manifest import (
     heartbeat_key,
     layout_key,
     session_key,
+    summary_key,
 )
 from smdist.format.manifest_spans import ManifestSpan, covering_spans
-from smdist.format.session_checks import foreign_run, session_of_manifest
+from smdist.format.session_checks import contradiction, session_stand_in
 from smdist.identity import worker_name, worker_rank
 from smdist.storage.run_objects import RunObjects, SpanRequest
 from smdist.storage.store import Store
@@ -217,7 +218,8 @@ class StorePoller:
         try:
             listed = await self._objects.list_sessions()
             owners = {o: key for o, key in listed.items() if o[1] % share[1] == share[0]}
-            fresh = {owner: key for owner, key in owners.items() if owner not in self.tracks}
+            fresh = {owner: key for owner, key in owners.items() if self._session_due(owner)}
+            new = not fresh.keys() <= self.tracks.keys()
             if fresh and not self._run_id:
                 run = await self._bearing(RUN_KEY, self._objects.run())
                 self._run_id = run.run_id if run is not None else ""
@@ -230,9 +232,9 @@ class StorePoller:
         self._looked = True
         first, self._summaries = self._summaries, False  # who comes from now on is alive
         self.troubles.pop("sessions/", None)
-        if fresh:
+        if new:
             self._changed_at = now
-        rest = [(owner, key) for owner, key in fresh.items() if owner not in self.tracks]
+        rest = [(owner, key) for owner, key in fresh.items() if self._session_due(owner)]
         await self._each(lambda item: self._session(*item, found), rest)
         if first and not self.failing:
             await self._adopt_orphans(found)
@@ -253,22 +255,35 @@ class StorePoller:
         rest = [track for track in self.tracks.values() if not track.ended]
         await self._each(lambda track: self._read(track, found), rest)
 
+    def _session_due(self, owner: Owner) -> bool:
+        """Return whether the session was not read, or has to be corrected by its uploader."""
+        track = self.tracks.get(owner)
+        return track is None or track.foreign
+
     async def _session(self, owner: Owner, key: str, found: PollCounts) -> None:
         session = await self._bearing(key, self._objects.session(owner))
-        if session is not None and (why := foreign_run(session, self._run_id)):
-            self.troubles[key] = f"{key} is doubtful: {why}"
-            self.tracks[owner] = RankTrack(*owner, heard_at=self.now(), suspect=session)
+        track = self.tracks.get(owner)
+        own = track.session if track is not None else ""
+        if session is not None and (why := contradiction(session, self._run_id, own)):
+            self.troubles[key] = f"{key} is not believed: {why}"
+            self.tracks.setdefault(owner, RankTrack(*owner, heard_at=self.now(), foreign=True))
+        elif session is not None and track is not None:
+            self._take_session(session, found)
+            track.session, track.foreign = session.session, False
+            self.troubles.pop(summary_key(track.worker, track.attempt), None)
         elif session is not None:
             self._begin(session, found)
         elif key in self.troubles and key not in self._unanswered:
-            self.tracks[owner] = RankTrack(
-                *owner, heard_at=self.now()
-            )  # manifests say what is needed
+            # The manifests say what is needed.
+            self.tracks.setdefault(owner, RankTrack(*owner, heard_at=self.now())).foreign = False
 
-    def _begin(self, session: Session, found: PollCounts) -> RankTrack:
+    def _take_session(self, session: Session, found: PollCounts) -> None:
         self.take(session)
         self._worlds.add((session.attempt, World(session.world_size, session.include_workers)))
         found.sessions += 1
+
+    def _begin(self, session: Session, found: PollCounts) -> RankTrack:
+        self._take_session(session, found)
         owner, now = (session.attempt, session.rank), self.now()
         track = RankTrack(*owner, heard_at=now, seen_at=session.started, session=session.session)
         self.tracks[owner] = track
@@ -412,7 +427,7 @@ class StorePoller:
         manifest, _ = extract_segment(track.key(manifest.seq), manifest)
         if not track.session:
             track.session = manifest.session
-            self.take(session_of_manifest(manifest, track.suspect))
+            self.take(session_stand_in(manifest, foreign=track.foreign))
         self.take(manifest)
         self.want(entry.layout for entry in manifest.steps)
         track.took(manifest, self.now())

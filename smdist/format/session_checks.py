@@ -3,14 +3,16 @@
 A checksum only proves that an object is what was once stored under its key, in this run or in an
 earlier one. The session id ties objects together: it is unique, and every object of a rank carries it.
 
-A session may name another run than `run.json` does and still be right. Where a server ignores
-conditional puts, a slower rank may replace `run.json` just after others have read it. So such a session
-is held back (`foreign_run`) and accepted once a manifest names it, too (`session_of_manifest`).
+A session that names another run than `run.json` is not believed, and everything of its rank is damaged.
+On servers that ignore conditional puts a slow rank may replace `run.json` just after others have joined.
+Their uploaders then store their sessions again, so readers read such a session again at later polls.
 
 Pure. Called by `smdist.storage.run_objects` and by the readers of a run.
 """
 
 from __future__ import annotations
+
+import msgspec
 
 from smdist.errors import CorruptObject
 from smdist.format.manifest import (
@@ -30,8 +32,8 @@ __all__ = [
     "check_session_id",
     "check_session_owner",
     "check_summary",
-    "foreign_run",
-    "session_of_manifest",
+    "contradiction",
+    "session_stand_in",
 ]
 
 
@@ -39,24 +41,28 @@ __all__ = [
 _KEYS_OF_SEVERAL = ("spans/", "summaries/")
 
 
-def foreign_run(session: Session, run_id: str) -> str:
-    """Return why `session` seems to belong to another run, or "".
+def contradiction(session: Session, run_id: str, manifests: str = "") -> str:
+    """Return how `session` contradicts the run, or the session id of its manifests; else "".
 
-    An empty `run_id` means that the id of this run is not known: nothing is foreign then.
+    `run_id` and `manifests` are empty where they are not known.
     """
-    if not run_id or session.run_id in ("", run_id):
-        return ""
-    return f"it is of run {session.run_id}, and {RUN_KEY} names {run_id}"
+    if run_id and session.run_id not in ("", run_id):
+        return f"it is of run {session.run_id}, and {RUN_KEY} names {run_id}"
+    if manifests not in ("", session.session):
+        return f"it is session {session.session}, and the manifests are of {manifests}"
+    return ""
 
 
-def session_of_manifest(manifest: RankManifest, held_back: Session | None) -> Session:
-    """Return the session that wrote `manifest`.
+def session_stand_in(manifest: RankManifest, *, foreign: bool) -> Session:
+    """Return a stand-in for a session that cannot be read, or that is `foreign`: of another run.
 
-    That is `held_back` if it has the same id, else what the manifest tells of its session.
+    Checksums of tensors are bound to the id of their session. The stand-in of a foreign session has
+    another id, so that no value of that rank can be read.
     """
-    if held_back is not None and held_back.session == manifest.session:
-        return held_back
-    return session_from_manifest(manifest)
+    session = session_from_manifest(manifest)
+    if foreign:
+        return msgspec.structs.replace(session, session=f"{session.session} of another run")
+    return session
 
 
 def check_session_owner(session: Session, owner: tuple[int, int], key: str, url: str) -> None:
@@ -86,7 +92,7 @@ def check_session_id(value: RankManifest | Heartbeat, session: str, key: str, ur
 
 def check_summary(summary: RankSummary, run_id: str, key: str, url: str) -> None:
     """Raise CorruptObject if `summary` is of another run or lacks manifests of its session."""
-    why = foreign_run(summary.session, run_id)
+    why = contradiction(summary.session, run_id)
     if not why and not summary.is_consistent:
         why = "it does not have all manifests of its session"
     if why:

@@ -43,7 +43,6 @@ from smdist.format.manifest import (
     parse_manifest_key,
     session_key,
 )
-from smdist.format.session_checks import foreign_run
 from smdist.identity import ModeKeys, worker_name
 from smdist.storage import is_remote
 from smdist.storage import loop_thread as sync
@@ -132,8 +131,6 @@ class Follower:
             key = session_key(worker_name(rank), attempt)
             if known.session is not None and not known.session.is_recorded:
                 absent[key] = f"{key} is missing, damaged, or not of the run that {RUN_KEY} tells"
-            elif known.session is not None and (why := foreign_run(known.session, self.run.run_id)):
-                absent[key] = f"{key} is doubtful: {why}"
         # What a query has found since the last refresh is with who looked for it.
         found = (self._snapshots.troubles, self.reader.troubles, self._loader.troubles)
         return {**absent, **self._unreadable, **{k: v for some in found for k, v in some.items()}}

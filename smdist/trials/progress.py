@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from smdist.coordination.view.run_view import RankView
 from smdist.format.intervals import Intervals, Members, merge_intervals, subtract, to_intervals
-from smdist.format.manifest import Session
 
 __all__ = ["Progress", "progress_of"]
 
@@ -19,7 +18,7 @@ class Progress:
     beyond: set[int] = field(default_factory=set)
     final: bool = False
     session: str = ""  # whose they are, once that was read
-    suspect: Session | None = None  # it may be theirs
+    foreign: bool = False  # the session was of another run, and is read again
     merged: Intervals = ()  # behind `upto` and a gap: those that a snapshot holds
 
     @property
@@ -57,5 +56,6 @@ def progress_of(known: RankView) -> Progress:
     whole = known.seen[:1] if known.seen and known.seen[0][0] == 0 else ()
     upto = whole[0][1] if whole else 0
     final = known.head is not None and known.head.state == "ended"
-    session = known.session.session if known.session is not None else ""
-    return Progress(upto, set(), final, session, None, known.seen[len(whole) :])
+    recorded = known.session is not None and known.session.is_recorded
+    session = known.session.session if known.session is not None and recorded else ""
+    return Progress(upto, set(), final, session, not recorded, known.seen[len(whole) :])

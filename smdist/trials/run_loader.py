@@ -49,9 +49,10 @@ from smdist.format.manifest import (
     manifest_key,
     parse_manifest_key,
     session_key,
+    summary_key,
 )
 from smdist.format.manifest_spans import covering_spans
-from smdist.format.session_checks import foreign_run, session_of_manifest
+from smdist.format.session_checks import contradiction, session_stand_in
 from smdist.identity import worker_name, worker_rank
 from smdist.storage.run_objects import RunObjects, SpanRequest
 from smdist.storage.store import Store
@@ -241,7 +242,7 @@ class Loader:
             theirs, ours = progress_of(known), self._progress.get((attempt, rank))
             if ours is None or (ours.upto <= theirs.upto and not ours.gaps):
                 self._progress[attempt, rank] = theirs
-            if known.session is not None:
+            if known.session is not None and known.session.is_recorded:
                 self._sessions.add(session_key(worker_name(rank), attempt))
         for sealed in snapshot.view.sealed.values():
             for chunk in sealed.chunks:
@@ -298,7 +299,8 @@ class Loader:
         if fresh or first:
             found = await self._objects.list_summaries()
             fresh |= found.keys() - listed.keys() if first else set()
-            summarised = [(owner, key) for owner, key in found.items() if owner in fresh]
+            unread = fresh.difference(self._progress)
+            summarised = [(owner, key) for owner, key in found.items() if owner in unread]
             await self._each(partial(self._load_summary, news), summarised)
         await self._each(partial(self._load_session, news, listed), sorted(fresh))
         if first:
@@ -311,26 +313,31 @@ class Loader:
             await self._each(partial(self._load_session, news, listed), sorted(orphans))
 
     async def _load_session(self, news: News, listed: Mapping[Owner, str], owner: Owner) -> None:
-        """That of a rank with a summary is needed no more, but should be there."""
+        """Read the session of `owner`, unless its summary was read.
+
+        A session of another run is read again at the next poll: its uploader may correct it.
+        """
         attempt, rank = owner
         key = session_key(worker_name(rank), attempt)
-        if owner in self._progress and owner in listed:
+        progress = self._progress.get(owner, Progress(foreign=True))
+        if not progress.foreign and owner in listed:
             self._sessions.add(key)
             return
-        progress = Progress()
+        progress.foreign = False
         try:
             session = await self._objects.session(owner)
         except (ObjectNotFound, CorruptObject) as error:
             news.passed_over(key, error)
         else:
-            if why := foreign_run(session, self._run_id):
-                news.troubles[key] = f"{key} is doubtful: {why}"
-                progress.suspect = session
+            if why := contradiction(session, self._run_id, progress.session):
+                progress.foreign = True
+                news.troubles[key] = f"{key} is not believed: {why}"
             else:
                 progress.session = session.session
                 add(news.facts, session)
-        self._progress.setdefault(owner, progress)
-        if owner in listed:
+                news.mended |= {key, summary_key(worker_name(rank), attempt)}
+        self._progress[owner] = progress
+        if owner in listed and not progress.foreign:
             self._sessions.add(key)
 
     async def _load_summary(self, news: News, found: tuple[Owner, str]) -> None:
@@ -460,7 +467,7 @@ class Loader:
             news.troubles.pop(fresh.key, None)
         if not fresh.progress.session:
             fresh.progress.session = manifest.session
-            add(news.facts, session_of_manifest(manifest, fresh.progress.suspect))
+            add(news.facts, session_stand_in(manifest, foreign=fresh.progress.foreign))
         self._take(news, fresh.key, manifest)
         if manifest.state == "ended":
             fresh.progress.final = True

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from smdist.coordination.service.merge_once import merge_once
+from smdist.coordination.service.store_poller import StorePoller
 from smdist.errors import CorruptObject, ObjectNotFound, SmdistError
-from smdist.format.manifest import RUN_KEY, manifest_key, session_key
+from smdist.format.manifest import RUN_KEY, RankManifest, Session, manifest_key, session_key
+from smdist.format.stored_json import decode, encode
 from smdist.identity import ModeKeys
 from smdist.storage import MemoryStore
 from smdist.storage import loop_thread as sync
@@ -27,12 +32,19 @@ def work(writer: RankWriter, steps: range, offset: float = 0.0) -> RankWriter:
 
 
 def run_of(
-    ranks: int = 1, steps: int = 4, *, run_id: str = "run", offset: float = 0.0
+    ranks: int = 1,
+    steps: int = 4,
+    *,
+    run_id: str = "run",
+    offset: float = 0.0,
+    summarised: bool = False,
 ) -> MemoryStore:
     store = MemoryStore()
     run = RunBuilder(store, run_id=run_id)
     for rank in range(ranks):
-        work(run.rank(rank, ranks), range(steps), offset).end()
+        writer = work(run.rank(rank, ranks), range(steps), offset).end()
+        if summarised:
+            sync.run(Summary(writer.session).write(store, writer.seq))
     return store
 
 
@@ -207,25 +219,84 @@ def test_a_step_that_a_damaged_attempt_may_have_had_anew_is_not_complete() -> No
     assert open_trial(store, attempt=0).steps() == [0, 1, 2, 3], "that one is whole"
 
 
-def test_a_session_of_another_run_counts_if_manifests_are_of_it() -> None:
-    store = run_of()
-    store.objects[RUN_KEY] = run_of(run_id="other").objects[RUN_KEY]
-    trial = open_trial(store)
-    assert trial.steps() == [0, 1, 2, 3]
-    assert "run.json names other" in said(store)
+def copy_rank(store: MemoryStore, other: MemoryStore, worker: str) -> None:
+    store.objects.update({k: v for k, v in other.objects.items() if f"/{worker}/" in k})
+
+
+def test_session_of_another_run_without_manifests_is_not_waited_for() -> None:
     store = run_of()
     foreign = session_key("worker_1", 0)
     store.objects[foreign] = run_of(2, run_id="other").objects[foreign]
     trial = open_trial(store)
-    assert trial.steps() == [0, 1, 2, 3], "nothing is waited for"
+    assert trial.steps() == [0, 1, 2, 3]
     assert foreign in said(store)
 
 
-def test_a_rank_of_another_run_is_named_before_and_after_a_merge() -> None:
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("summarised", [False, True])
+def test_rank_copied_from_another_run_is_damaged(merged: bool, summarised: bool) -> None:
+    store = run_of(2)
+    other = run_of(2, run_id="other", offset=0.5, summarised=summarised)
+    copy_rank(store, other, "worker_1")
+    if merged:
+        sync.run(merge_once(store))
+    trial = open_trial(store)
+    assert trial.steps() == []
+    assert trial.missing(1) == {1: "damaged"}
+    assert trial.tensor("x").value(1, worker=0)[0] == 1
+    with pytest.raises(CorruptObject):
+        trial.tensor("x").value(1, worker=1)
+    troubles = [text for text in trial.troubles()[""] if session_key("worker_1", 0) in text]
+    assert troubles
+    assert all("other" in text and "run.json names run" in text for text in troubles)
+    assert troubles[0] in trial.describe()
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_corrected_session_is_read_again(merged: bool) -> None:
     store, other = run_of(2), run_of(2, run_id="other", offset=0.5)
-    store.objects.update({k: v for k, v in other.objects.items() if "/worker_1/" in k})
+    copy_rank(store, other, "worker_1")
+    if merged:
+        sync.run(merge_once(store))
+    trial = open_trial(store)
+    assert trial.steps() == []
     key = session_key("worker_1", 0)
-    assert f"{key} is doubtful" in said(store)
+    session = decode(store.objects[key], Session, key)
+    store.objects[key] = encode(replace(session, run_id="run"), key)
+    for reader in (trial, open_trial(store)):
+        reader.refresh()
+        assert reader.steps() == [0, 1, 2, 3]
+        assert reader.missing(1) == {}
+        assert reader.tensor("x").value(1, worker=1)[0] == 11.5
+        assert reader.troubles() == {}
     sync.run(merge_once(store))
-    assert f"{key} is doubtful" in said(store)
-    assert f"{key} is doubtful" in open_trial(store).describe()
+    again = open_trial(store)
+    assert (again.steps(), again.troubles()) == ([0, 1, 2, 3], {})
+
+
+def test_coordinator_reads_a_corrected_session_again() -> None:
+    store, now = MemoryStore(), 1000.0
+    run = RunBuilder(store, now=now)
+    work(run.rank(0, 2, now=now), range(2))
+    other = MemoryStore()
+    work(RunBuilder(other, now=now, run_id="other").rank(1, 2, now=now), range(2))
+    copy_rank(store, other, "worker_1")
+    facts: list[object] = []
+
+    async def check() -> None:
+        nonlocal now
+        follow = StorePoller(store, facts.append, lambda: now)
+        await follow.poll()
+        key = session_key("worker_1", 0)
+        assert "run.json names run" in follow.troubles[key]
+        assert not [f for f in facts if isinstance(f, Session) and f.rank == 1 and f.is_recorded]
+        session = decode(store.objects[key], Session, key)
+        store.objects[key] = encode(replace(session, run_id="run"), key)
+        manifests = len([f for f in facts if isinstance(f, RankManifest)])
+        now += 60.0
+        await follow.poll()
+        assert key not in follow.troubles
+        assert [f for f in facts if isinstance(f, Session) and f.rank == 1 and f.is_recorded]
+        assert len([f for f in facts if isinstance(f, RankManifest)]) == manifests
+
+    asyncio.run(check())

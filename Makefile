@@ -43,7 +43,7 @@ PIP_INSTALL := -m pip install -qq
 # The build uses the setuptools of the environment, so rebuilding the kernel needs no network.
 EDITABLE := --no-build-isolation --editable
 
-.PHONY: help setup demo test test-main test-tensorflow test-horovod test-oldest check format bench clean distclean
+.PHONY: help setup demo test test-main test-tensorflow test-horovod test-oldest soak check format bench clean distclean
 
 help:
 	@echo "make demo         capture a small distributed job and ask which rank went wrong"
@@ -53,6 +53,8 @@ help:
 	@echo "make test-tensorflow  the hooks for TensorFlow, with Keras 3 and with Keras 2"
 	@echo "make test-horovod     jobs under Horovod and MultiWorkerMirrored, merged by a coordinator"
 	@echo "                  (the first of the last two builds Horovod, once: ten minutes on two cores)"
+	@echo "make soak         the first part with all randomised cases; make test runs a share of them,"
+	@echo "                  drawn by SMDIST_TEST_SEED, by default from the day and the commit"
 	@echo "make test-oldest  unit and contract tests on Python 3.10 with the oldest dependencies"
 	@echo "                  (PYTHON310=path/to/python3.10 if it is not on PATH)"
 	@echo "make check        ruff, mypy --strict, import-linter"
@@ -84,6 +86,10 @@ test-tensorflow: $(VENV)/tensorflow.stamp $(HOROVOD)/smdist.stamp
 # Jobs run in the environment with Horovod, tests and coordinator in the main one.
 test-horovod: setup $(HOROVOD)/smdist.stamp
 	@$(RUN_TESTS) horovod -- $(ARGS)
+
+# Everything that make test draws a share of.
+soak: setup
+	@SMDIST_SOAK=1 $(RUN_TESTS) main -- $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .

@@ -20,6 +20,7 @@ from torch import nn
 import smdist.pytorch as smd
 from smdist.trials import Trial
 from tests.support.cuts import Cut, Cuts
+from tests.support.sampling import rotating_share
 from tests.support.torch_jobs import EVERY_STEP
 
 # The standard library's own files, if an exception comes before it closes them.
@@ -134,7 +135,7 @@ def judge(trial: Trial, loop: Loop) -> Counter[str]:
 PARTS = 4
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", rotating_share(range(PARTS), PARTS))
 def test_a_step_of_a_model_cut_off_at_each_moment_of_the_hook(tmp_path: Path, part: int) -> None:
     hook = hook_in(tmp_path)
     loop = Loop(hook)
@@ -225,7 +226,7 @@ def test_the_first_step_cut_off_at_each_moment_until_it_comes_through(tmp_path: 
     assert [info.number for info in trial.attempts()] == [0]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", rotating_share(range(6), 3))
 def test_a_close_that_is_interrupted_is_made_good_by_another(tmp_path: Path, seed: int) -> None:
     hook = hook_in(tmp_path)
     loop = Loop(hook)

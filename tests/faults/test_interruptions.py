@@ -33,6 +33,7 @@ from smdist.workers.spool.journal import JournalReader, JournalWriter
 from smdist.workers.spool.spool import Spool, SpoolInfo, UploadOptions
 from smdist.workers.upload.batch import Arenas
 from tests.support.cuts import Cut, Cuts
+from tests.support.sampling import rotating_share
 
 Array = npt.NDArray[np.int64]
 RAW = TensorPlan(raw=True, reductions=frozenset(), collections=("weights",))
@@ -223,7 +224,7 @@ def test_cut_off_while_the_journal_goes_on_in_another_file(make: Callable[..., R
     rig.check()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", rotating_share(range(3), 3))
 @pytest.mark.usefixtures("small_files")
 def test_cut_off_again_while_it_is_made_good(make: Callable[..., Rig], seed: int) -> None:
     """What makes good an interruption is interrupted itself, most of the time."""
@@ -236,7 +237,7 @@ def test_cut_off_again_while_it_is_made_good(make: Callable[..., Rig], seed: int
     rig.check()
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", rotating_share(range(2), 2))
 def test_cut_off_while_it_waits_for_room(make: Callable[..., Rig], seed: int) -> None:
     rig, chance = make(buffer_bytes=400_000, block_timeout_s=60.0), random.Random(seed)
     over = threading.Event()

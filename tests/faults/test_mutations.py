@@ -1,6 +1,7 @@
 """Whatever happens to stored objects: no wrong value, no foreign exception, and damage is named.
 
-Each case is a number: `SMDIST_MUTATION=<number>` runs that one alone.
+Each case is a number: `SMDIST_MUTATION=<number>` runs that one alone. All 2004 run in `make soak`,
+otherwise a share of them that changes from day to day.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from smdist.storage import loop_thread as sync
 from smdist.storage.store import Store
 from tests.faults.mutations import Known, built, damage, damaged, ended, judge, live, read
 from tests.servers.s3 import Server, aws, rclone
+from tests.support.sampling import rotating_share
 
 __all__ = ["aws", "rclone"]
 
 LOCAL, REMOTE = 480, 28  # 2004 in all
+ONE_IN = 5  # coprime to MERGE_EVERY, so that a share has its part of merges
 ALONE = os.environ.get("SMDIST_MUTATION")
 
 
@@ -32,7 +35,7 @@ MERGE_EVERY = 6  # of runs that are not merged: what is merged of them then is r
 
 def suffer(known: Known, first: int, count: int) -> None:
     merged = any(key.startswith("merged/") for key in known.objects)
-    for number in [int(ALONE)] if ALONE else range(first, first + count):
+    for number in [int(ALONE)] if ALONE else rotating_share(range(first, first + count), ONE_IN):
         change = damage(known, random.Random(number))
         try:
             with damaged(known, change):

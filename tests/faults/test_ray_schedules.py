@@ -27,6 +27,7 @@ from smdist.storage import loop_thread as sync
 from tests.servers.ray_cluster import Cluster, Driver, Node, start_cluster, until
 from tests.support.coordinator_driver import from_scratch
 from tests.support.run_builder import RankWriter, RunBuilder
+from tests.support.sampling import rotating_share
 
 pytestmark = pytest.mark.ray
 
@@ -132,7 +133,7 @@ def judge(jobs: Sequence[Job]) -> None:
         job.judge()
 
 
-@pytest.mark.parametrize("round_", range(ROUNDS))
+@pytest.mark.parametrize("round_", rotating_share(range(ROUNDS), 3))
 def test_process_killed(cluster: Cluster, tmp_path: Path, round_: int) -> None:
     draw, place = random.Random(round_), tmp_path / "jobs"
     with Driver(cluster.address, tmp_path / "driver.log") as driver:
@@ -151,7 +152,7 @@ def test_process_killed(cluster: Cluster, tmp_path: Path, round_: int) -> None:
         driver("ask", watch=str(place), method="stop")
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", rotating_share(range(2), 2))
 def test_shards_killed(cluster: Cluster, tmp_path: Path, seed: int) -> None:
     """And in between the process that they read for, with which all of them end."""
     draw, place = random.Random(seed), tmp_path / "jobs"
@@ -174,7 +175,7 @@ def test_shards_killed(cluster: Cluster, tmp_path: Path, seed: int) -> None:
         until(lambda: not actors("ShardActor", [cluster.head]), "the shards are gone too")
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", rotating_share(range(2), 2))
 def test_node_killed(cluster: Cluster, tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     with Driver(cluster.address, tmp_path / "driver.log") as driver:
@@ -205,7 +206,7 @@ def placed_on(node: Node, driver: Driver, tmp_path: Path) -> tuple[Path, dict[st
     raise AssertionError("no actor was placed on the second node")
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", rotating_share(range(2), 2))
 def test_whole_ray_killed(tmp_path: Path, seed: int) -> None:
     draw, place = random.Random(seed), tmp_path / "jobs"
     jobs = [Job(place / f"run-{i}", 2000 * (seed + 1) + i) for i in range(2)]

@@ -1,15 +1,14 @@
 """SIGKILL a rank at any moment: what was captured is in the run, and the run says what is missing.
 
-`SMDIST_TEST_SEED` repeats a run's choices; how far a process comes within a given time is its own.
+`SMDIST_TEST_SEED` repeats a run's choices. How far a process comes until it is killed differs.
 """
 
 from __future__ import annotations
 
-import os
-import random
 import shutil
 import signal
 import time
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from smdist.workers.upload.recover import recover
 from tests.faults.audit import Saved, assert_in_run, audit, unexplained
 from tests.faults.launcher import Launcher, Started, ended, spools
 from tests.faults.places import Place, at
+from tests.support.sampling import generator, rotating_share
 
 pytestmark = pytest.mark.ranks
 
@@ -35,12 +35,6 @@ class Moment(NamedTuple):
 
     step: int
     delay_s: float
-
-
-def seed() -> int:
-    given = int(os.environ.get("SMDIST_TEST_SEED", random.SystemRandom().randrange(1 << 32)))
-    print(f"SMDIST_TEST_SEED={given}")  # noqa: T201 - shown when the test fails
-    return given
 
 
 def kill_at(victims: list[tuple[Started, Moment]]) -> None:
@@ -73,7 +67,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 # Where, how, and how many are killed: 68 in all. An uploader to a bucket loads an SDK first, so fewer
 # of these are started at once.
-CASES = [
+ALL_CASES: list[tuple[str, str, int]] = [
     *(("directory", kind, 9) for kind in KINDS),
     ("rclone", "default", 5),
     ("rclone", "hasty", 5),
@@ -81,6 +75,7 @@ CASES = [
     ("moto", "lagging", 4),
     ("moto", "disk", 4),
 ]
+CASES = rotating_share(ALL_CASES, 3, kind=itemgetter(0))
 
 
 @pytest.mark.timeout(240)
@@ -88,7 +83,7 @@ CASES = [
 def test_killed_ranks(
     launcher: Launcher, place: Place, tmp_path: Path, kind: str, victims: int
 ) -> None:
-    chance = random.Random(f"{seed()}{kind}{place.name}")
+    chance = generator(kind, place.name)
     moments = [Moment(-1, chance.uniform(0.0, 0.2)) for _ in range(2)]
     moments += [
         Moment(chance.randrange(STEPS - 1), chance.uniform(0.0, 0.03))
@@ -183,7 +178,7 @@ train(order, wrap=DistributedDataParallel)
 
 @pytest.mark.timeout(120)
 def test_killed_rank_of_a_process_group(launcher: Launcher, tmp_path: Path) -> None:
-    chance = random.Random(f"{seed()}ddp")
+    chance = generator("ddp")
     moments = [Moment(chance.randrange(5), chance.uniform(0.0, 0.03)) for _ in range(4)]
     print(f"runs in {tmp_path}, rank 1 killed: {moments}")  # noqa: T201
     pairs = [

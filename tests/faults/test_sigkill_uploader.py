@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -31,7 +31,7 @@ from tests.faults.launcher import (
     uploaders,
 )
 from tests.faults.places import Place, at
-from tests.faults.test_sigkill_rank import seed
+from tests.support.sampling import at_most, generator, rotating_share
 
 pytestmark = pytest.mark.ranks
 
@@ -86,10 +86,12 @@ def kill(pid: int) -> None:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
-    ("place", "times"), at(("directory", 6), ("rclone", 4), ("moto", 3)), indirect=["place"]
+    ("place", "times"),
+    at(("directory", at_most(6, 3)), ("rclone", at_most(4, 2)), ("moto", at_most(3, 2))),
+    indirect=["place"],
 )
 def test_killed_uploaders(launcher: Launcher, place: Place, tmp_path: Path, times: int) -> None:
-    chance = random.Random(f"{seed()}uploaders{place.name}")
+    chance = generator("uploaders", place.name)
     root, stop = tmp_path / "spools", tmp_path / "stop"
     print(f"run in {tmp_path}")  # noqa: T201
     ranks = [
@@ -155,16 +157,24 @@ def test_killed_uploaders(launcher: Launcher, place: Place, tmp_path: Path, time
     shutil.rmtree(tmp_path)
 
 
+BOTH_KILLED = [
+    ("directory", "rank"),
+    ("directory", "uploader"),
+    ("rclone", "rank"),
+    ("moto", "uploader"),
+]
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("place", "first"),
-    at(("directory", "rank"), ("directory", "uploader"), ("rclone", "rank"), ("moto", "uploader")),
+    at(*rotating_share(BOTH_KILLED, 2, kind=itemgetter(1))),
     indirect=["place"],
 )
 def test_both_killed_and_recovered(
     launcher: Launcher, place: Place, tmp_path: Path, first: str
 ) -> None:
-    chance = random.Random(f"{seed()}{first}{place.name}")
+    chance = generator(first, place.name)
     root = tmp_path / "spools"
     print(f"run in {tmp_path}")  # noqa: T201
     ranks = [

@@ -26,9 +26,9 @@ import numpy as np
 
 from benchmarks.machine import load, status_bytes
 from benchmarks.table import Row, plain
-from smdist.coordination.snapshot.pack import POINTER_KEY, Packed, pack
+from smdist.coordination.snapshot.pack import POINTER_KEY, PackedSnapshot, pack
 from smdist.coordination.view.run_view import View, add
-from smdist.format.fold import fold
+from smdist.format.fold import view_of_facts
 from smdist.format.inline_segment import extract_segment
 from smdist.format.journal_records import Close, Declare, Inline, Piece, TensorSpec
 from smdist.format.layout import Layout
@@ -97,7 +97,7 @@ def segment_of(size: Size, rank: int, seq: int, steps: Sequence[int], kind: Decl
         pieces.append(Piece(2 * step + 1, Close(*where), None))
     key = segment_key(worker_name(rank), 0, seq, f"{rank:08x}")
     session = session_of(size, rank)
-    blocks = fold(pieces).blocks
+    blocks = view_of_facts(pieces).blocks
     return compose(blocks, _no_arena, key=key, run_id="simulated", session=session, seq=seq)
 
 
@@ -158,17 +158,17 @@ class Merge:
     def __init__(self, size: Size, layouts: dict[str, Layout]) -> None:
         self.size, self.layouts = size, layouts
         self.view, self.number = View(), 0
-        self.packed: Packed | None = None
+        self.packed: PackedSnapshot | None = None
         self.objects: dict[str, Buffer] = {}
         for rank in range(size.ranks):
             add(self.view, session_of(size, rank))
 
-    def fold(self, manifests: Sequence[bytes]) -> None:
+    def view_of_facts(self, manifests: Sequence[bytes]) -> None:
         for data in manifests:
             manifest, _ = extract_segment("", msgspec.json.decode(data, type=RankManifest))
             add(self.view, manifest)
 
-    def pack(self, *, final: bool = False) -> Packed:
+    def pack(self, *, final: bool = False) -> PackedSnapshot:
         self.number += 1
         self.packed = pack(
             self.view,
@@ -225,7 +225,7 @@ async def put_all(store: Store, objects: Sequence[tuple[str, Sequence[Buffer]]])
     await asyncio.gather(*(put(key, data) for key, data in objects))
 
 
-async def publish(store: Store, packed: Packed) -> None:
+async def publish(store: Store, packed: PackedSnapshot) -> None:
     await put_all(store, [(key, [data]) for key, data in packed.objects])
     await store.put(packed.head_key, [packed.head])
     await store.put(POINTER_KEY, [encode(packed.pointer, POINTER_KEY)])

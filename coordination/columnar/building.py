@@ -10,15 +10,15 @@ import numpy as np
 from smdist.coordination.columnar.blocks import Blocks, join_blocks
 from smdist.coordination.columnar.columns import FIELDS, Array, Columns, Tables
 
-__all__ = ["News", "empty", "extended", "pieces"]
+__all__ = ["NewBlocks", "empty_columns", "extend_columns", "split_columns"]
 
-News = Mapping[int, Mapping[int, Blocks]]
+NewBlocks = Mapping[int, Mapping[int, Blocks]]
 """Mode step -> rank -> blocks."""
 
 _Cell = tuple[int, int]
 
 
-def extended(old: Columns, news: News) -> Columns:
+def extend_columns(old: Columns, news: NewBlocks) -> Columns:
     """`old` with more blocks; itself when it has them all."""
     changed = _changed(old, news)
     if not changed:
@@ -50,13 +50,13 @@ def extended(old: Columns, news: News) -> Columns:
     )
 
 
-def empty(attempt: int, mode: int) -> Columns:
+def empty_columns(attempt: int, mode: int) -> Columns:
     none = np.zeros(0, np.int64)
     cells = {name: np.zeros((0, 0), dtype) for name, dtype in FIELDS.items()}
     return Columns(attempt, mode, none, none, cells, _more_arrays([]))
 
 
-def pieces(columns: Columns, most: int) -> Iterator[Columns]:
+def split_columns(columns: Columns, most: int) -> Iterator[Columns]:
     """`columns` in parts of at most `most` steps, filled one after the other.
 
     A part has columns for its own ranks alone, as if its steps had come by themselves.
@@ -83,7 +83,7 @@ def pieces(columns: Columns, most: int) -> Iterator[Columns]:
         )
 
 
-def _changed(old: Columns, news: News) -> list[tuple[int, int, Blocks]]:
+def _changed(old: Columns, news: NewBlocks) -> list[tuple[int, int, Blocks]]:
     """Steps of ranks that are not as they were, with all their blocks."""
     found = []
     for mode_step, ranks in news.items():

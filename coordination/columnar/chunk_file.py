@@ -22,14 +22,14 @@ from smdist.format.manifest import FORMAT
 from smdist.identity import ModeKeys
 from smdist.limits import MAX_CELLS, MAX_NUMBER, MAX_RANKS, MAX_TIME, check_total
 
-__all__ = ["content_digest", "from_bytes", "to_bytes"]
+__all__ = ["content_digest", "decode_columns", "encode_columns"]
 
 _TEXTS = {"layout": "layouts", "name": "names"}
 _CELL = {"row": np.dtype(np.int64), "column": np.dtype(np.int64)}
 _MODES = {mode.value for mode in ModeKeys}
 
 
-def to_bytes(columns: Columns) -> bytes:
+def encode_columns(columns: Columns) -> bytes:
     columns = _tidied(columns)
     arrays = {"mode_steps": columns.mode_steps, "ranks": columns.ranks}
     present = columns.cells["flags"] & PRESENT != 0
@@ -65,8 +65,8 @@ def content_digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
-def from_bytes(data: bytes) -> Columns:
-    """ValueError when `data` is not what `to_bytes` made."""
+def decode_columns(data: bytes) -> Columns:
+    """ValueError when `data` is not what `encode_columns` made."""
     header = parse_header(data)
     about = header.metadata
     if int(about.get("format", FORMAT)) > FORMAT:

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from smdist.coordination.columnar.blocks import Blocks, StepKey
-from smdist.coordination.columnar.building import empty, extended, pieces
-from smdist.coordination.columnar.chunk_file import content_digest, to_bytes
-from smdist.coordination.columnar.step_rows import StepRow, StepRun, rows_of, runs_of
+from smdist.coordination.columnar.building import empty_columns, extend_columns, split_columns
+from smdist.coordination.columnar.chunk_file import content_digest, encode_columns
+from smdist.coordination.columnar.step_rows import StepRow, StepRun, compress_rows, expand_runs
 from smdist.limits import MAX_CELLS, Bytes, MergedKey, Mode, check_total
 
 if TYPE_CHECKING:
     from smdist.coordination.columnar.columns import Columns
 
-__all__ = ["NOTHING", "Chunk", "ChunkRef", "Fetch", "Recent", "Sealed", "Sealing", "seal"]
+__all__ = ["NO_CHUNKS", "Chunk", "ChunkRef", "ChunkSet", "Fetch", "Recent", "SealResult", "seal"]
 
 # Of a chunk: a megabyte or two for many ranks, and not too many chunks for few.
 _CELLS = 1 << 16
@@ -80,7 +80,7 @@ class Chunk:
     @cached_property
     def rows(self) -> dict[int, StepRow]:
         """By mode step, in order."""
-        return {row.mode_step: row for row in rows_of(self.ref.runs)}
+        return {row.mode_step: row for row in expand_runs(self.ref.runs)}
 
     @property
     def first(self) -> StepKey:
@@ -95,7 +95,7 @@ class Chunk:
         return sum(run.count for run in self.ref.runs)
 
 
-class Sealed:
+class ChunkSet:
     """Chunks of one attempt; their ranges do not overlap."""
 
     def __init__(self, chunks: Iterable[Chunk] = ()) -> None:
@@ -134,21 +134,21 @@ class Sealed:
         for chunk in self.chunks:
             yield from chunk.columns.of_rank(rank)
 
-    def without(self, others: Sealed) -> list[Chunk]:
+    def without(self, others: ChunkSet) -> list[Chunk]:
         """The chunks that `others` has not."""
         known = {chunk.ref.key for chunk in others.chunks}
         return [chunk for chunk in self.chunks if chunk.ref.key not in known]
 
 
-NOTHING = Sealed()
+NO_CHUNKS = ChunkSet()
 
 
-class Sealing(NamedTuple):
-    sealed: Sealed
+class SealResult(NamedTuple):
+    sealed: ChunkSet
     made: tuple[tuple[Chunk, bytes], ...]
 
 
-def seal(attempt: int, sealed: Sealed, recent: Recent, prefix: str) -> Sealing:
+def seal(attempt: int, sealed: ChunkSet, recent: Recent, prefix: str) -> SealResult:
     """`sealed` with the blocks of `recent` in it. Chunks that do not change are kept as they are.
 
     `prefix` begins the keys of new chunks. The rest of a key says what is in it, by content too.
@@ -161,24 +161,24 @@ def seal(attempt: int, sealed: Sealed, recent: Recent, prefix: str) -> Sealing:
     for target, news in targets.items():
         if isinstance(target, Chunk):
             old = target.columns
-            new = extended(old, news)
+            new = extend_columns(old, news)
             if new is old:
                 continue
             del kept[target]
             tail = _is_tail(sealed, target)
         else:
-            new, tail = extended(empty(attempt, target), news), True
+            new, tail = extend_columns(empty_columns(attempt, target), news), True
         most = _most_steps(len(new.ranks))
         split = len(new.mode_steps) > (most if tail else 2 * most)
-        made += [_made(part, prefix) for part in (pieces(new, most) if split else [new])]
-    return Sealing(Sealed([*kept, *(chunk for chunk, _ in made)]), tuple(made))
+        made += [_made(part, prefix) for part in (split_columns(new, most) if split else [new])]
+    return SealResult(ChunkSet([*kept, *(chunk for chunk, _ in made)]), tuple(made))
 
 
 def _most_steps(ranks: int) -> int:
     return max(_LEAST_STEPS, min(_MOST_STEPS, _CELLS // max(1, ranks)))
 
 
-def _target(sealed: Sealed, key: StepKey) -> Chunk | int:
+def _target(sealed: ChunkSet, key: StepKey) -> Chunk | int:
     """The chunk into which a step goes, or its mode when it begins a new one."""
     mode = key[0]
     place = bisect_right(sealed._firsts, key) - 1
@@ -194,15 +194,15 @@ def _target(sealed: Sealed, key: StepKey) -> Chunk | int:
     return chunk
 
 
-def _is_tail(sealed: Sealed, chunk: Chunk) -> bool:
+def _is_tail(sealed: ChunkSet, chunk: Chunk) -> bool:
     place = bisect_right(sealed._firsts, chunk.first)
     return place == len(sealed.chunks) or sealed.chunks[place].ref.mode != chunk.ref.mode
 
 
 def _made(columns: Columns, prefix: str) -> tuple[Chunk, bytes]:
-    data = to_bytes(columns)
+    data = encode_columns(columns)
     digest = content_digest(data)
     first = int(columns.mode_steps[0])
     key = f"{prefix}-{columns.attempt:06d}-{columns.mode}-{first:010d}-{digest}.safetensors"
-    ref = ChunkRef(key, len(data), columns.mode, runs_of(columns.rows()))
+    ref = ChunkRef(key, len(data), columns.mode, compress_rows(columns.rows()))
     return Chunk(columns.attempt, ref, columns), data

@@ -1,7 +1,7 @@
 """Blocks of many steps and ranks as arrays `[steps x ranks]`: of one mode in one attempt.
 
 A cell holds the first block of a step of a rank; the others, if any, are rows of `more`, in order of
-cell and block. Entries are made when they are asked for. Immutable; `extended` makes the next one.
+cell and block. Entries are made when they are asked for. Immutable; `extend_columns` makes the next one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _LARGEST = (1 << 63) - 1
 
 
 class Tables:
-    """Texts by number. Number 0 is the empty text."""
+    """TextTable by number. Number 0 is the empty text."""
 
     def __init__(self, layouts: tuple[str, ...] = ("",), names: tuple[str, ...] = ("",)) -> None:
         self.layouts = {text: number for number, text in enumerate(layouts)}
@@ -178,7 +178,7 @@ class Columns:
     # -- steps -------------------------------------------------------------------------------
 
     def rows(self) -> list[StepRow]:
-        """What each step is over all ranks: as `row_of` its blocks."""
+        """What each step is over all ranks: as `summarize_step` its blocks."""
         flags = self.cells["flags"]
         present = flags & PRESENT != 0
         closed = flags & CLOSED != 0

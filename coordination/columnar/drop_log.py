@@ -20,24 +20,24 @@ from smdist.limits import Bytes, MergedKey, Mode, Number, Rank, Stride, check_pr
 
 __all__ = [
     "NO_DROPS",
-    "Content",
     "Drop",
     "DropBatch",
     "DropLog",
     "DropRef",
     "DropRow",
+    "DropsByRank",
     "StoredDrops",
-    "Texts",
-    "content_of",
+    "TextTable",
+    "decode_drops",
+    "drop_of_row",
     "drop_row",
-    "dropped_of",
-    "made_batch",
+    "make_batch",
 ]
 
 Drop = tuple[int, int, Dropped]
 """In which manifest, at which place, what."""
 
-Content = Mapping[int, tuple[Drop, ...]]
+DropsByRank = Mapping[int, tuple[Drop, ...]]
 """By rank."""
 
 
@@ -54,7 +54,7 @@ class DropRow(msgspec.Struct, frozen=True, array_like=True):
     reason: Number
 
 
-class Texts(dict[tuple[str, ...], int]):
+class TextTable(dict[tuple[str, ...], int]):
     """A number for each, in order of the first time that it was asked for."""
 
     def __missing__(self, text: tuple[str, ...]) -> int:
@@ -62,7 +62,7 @@ class Texts(dict[tuple[str, ...], int]):
         return number
 
 
-def drop_row(drop: Drop, texts: Texts) -> DropRow:
+def drop_row(drop: Drop, texts: TextTable) -> DropRow:
     seq, place, what = drop
     return DropRow(
         seq,
@@ -83,7 +83,7 @@ def check_texts(rows: Iterable[DropRow], texts: Sequence[tuple[str, ...]]) -> No
             raise ValueError(f"a drop of step {row.step} has no text {row.names} or {row.reason}")
 
 
-def dropped_of(row: DropRow, texts: Sequence[tuple[str, ...]]) -> Drop:
+def drop_of_row(row: DropRow, texts: Sequence[tuple[str, ...]]) -> Drop:
     names, (reason,) = texts[row.names], texts[row.reason]
     what = Dropped(row.mode, row.mode_step, row.step, names, row.nbytes, reason)
     return (row.seq, row.place, what)
@@ -127,8 +127,8 @@ class DropBatch:
     def __init__(
         self,
         ref: DropRef,
-        content: Content | None,
-        fetch: Callable[[DropBatch], Content] | None = None,
+        content: DropsByRank | None,
+        fetch: Callable[[DropBatch], DropsByRank] | None = None,
     ) -> None:
         self.ref = ref
         self._content, self._fetch = content, fetch
@@ -139,7 +139,7 @@ class DropBatch:
         return self._fetch is not None
 
     @property
-    def content(self) -> Content:
+    def content(self) -> DropsByRank:
         if self._content is not None:
             return self._content
         if self._fetch is None:
@@ -187,8 +187,8 @@ class StoredDrops(msgspec.Struct, frozen=True):
             check_texts(rows, self.texts)
 
 
-def made_batch(attempt: int, content: Content, prefix: str) -> tuple[DropBatch, bytes]:
-    texts = Texts()
+def make_batch(attempt: int, content: DropsByRank, prefix: str) -> tuple[DropBatch, bytes]:
+    texts = TextTable()
     content = {
         rank: tuple(sorted(drops, key=msgspec.msgpack.encode))
         for rank, drops in sorted(content.items())
@@ -204,13 +204,13 @@ def made_batch(attempt: int, content: Content, prefix: str) -> tuple[DropBatch, 
     return DropBatch(ref, content), data
 
 
-def content_of(stored: StoredDrops) -> Content:
+def decode_drops(stored: StoredDrops) -> DropsByRank:
     return {
-        rank: tuple(dropped_of(row, stored.texts) for row in rows) for rank, rows in stored.ranks
+        rank: tuple(drop_of_row(row, stored.texts) for row in rows) for rank, rows in stored.ranks
     }
 
 
-def _runs(content: Content) -> Iterator[DropRun]:
+def _runs(content: DropsByRank) -> Iterator[DropRun]:
     numbers: dict[StepKey, dict[int, int]] = {}
     for rank, drops in content.items():
         for _, _, what in drops:

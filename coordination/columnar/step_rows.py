@@ -23,7 +23,7 @@ from smdist.format.intervals import (
 )
 from smdist.limits import Digest, Number, Stride, check_progression
 
-__all__ = ["StepRow", "StepRun", "row_of", "rows_of", "runs_of"]
+__all__ = ["StepRow", "StepRun", "compress_rows", "expand_runs", "summarize_step"]
 
 
 class StepRow(NamedTuple):
@@ -83,12 +83,12 @@ class StepRun(msgspec.Struct, frozen=True, array_like=True):
             )
 
 
-def rows_of(runs: Iterable[StepRun]) -> Iterator[StepRow]:
+def expand_runs(runs: Iterable[StepRun]) -> Iterator[StepRow]:
     for run in runs:
         yield from run.rows()
 
 
-def runs_of(rows: Sequence[StepRow]) -> tuple[StepRun, ...]:
+def compress_rows(rows: Sequence[StepRow]) -> tuple[StepRun, ...]:
     found: list[StepRun] = []
     begin = 0
     while begin < len(rows):
@@ -115,7 +115,7 @@ def _run_end(rows: Sequence[StepRow], begin: int) -> tuple[int, tuple[int, int]]
     return end, strides
 
 
-def row_of(mode_step: int, blocks: Mapping[int, Blocks]) -> StepRow:
+def summarize_step(mode_step: int, blocks: Mapping[int, Blocks]) -> StepRow:
     """The row of a step with these blocks, of at least one rank."""
     numbers: dict[int, list[int]] = {}
     layouts: set[str] = set()

@@ -29,7 +29,7 @@ from smdist.coordination.service.leadership import (
     safe_writer,
     stale_claims,
 )
-from smdist.coordination.snapshot.pack import POINTER_KEY, Packed, Pointer
+from smdist.coordination.snapshot.pack import POINTER_KEY, PackedSnapshot, Pointer
 from smdist.errors import AlreadyCoordinated, CorruptObject, ObjectNotFound, SmdistError, Superseded
 from smdist.format.stored_json import encode, read
 from smdist.storage.store import Store
@@ -141,7 +141,7 @@ class Lease:
         self.number += 1
         return self.number
 
-    async def publish(self, packed: Packed) -> None:
+    async def publish(self, packed: PackedSnapshot) -> None:
         gate = asyncio.Semaphore(_AT_ONCE)
 
         async def put(key: str, data: bytes | bytearray | memoryview) -> None:

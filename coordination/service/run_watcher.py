@@ -18,20 +18,20 @@ from smdist.coordination.service.leadership import PendingFacts, PublishInterval
 from smdist.coordination.service.lease import Lease
 from smdist.coordination.service.snapshot_cleanup import SnapshotCleaner
 from smdist.coordination.service.store_poller import PollCounts, PollIntervals, StorePoller
-from smdist.coordination.snapshot.pack import Packed, compacted, load_view, pack
+from smdist.coordination.snapshot.pack import PackedSnapshot, compact_view, load_view, pack
 from smdist.coordination.view.describe import attempt_lines, latest_complete, rank_lines, waited_for
 from smdist.coordination.view.membership import (
     DEFAULT_TIMEOUTS,
     LivenessTimeouts,
     RankReport,
-    check_absent,
+    check_absent_ranks,
     expected_ranks,
     finished,
     rank_reports,
 )
 from smdist.coordination.view.run_view import Fact, StepKey, View, add
 from smdist.coordination.view.status import RunState, RunStatus, StepReport
-from smdist.coordination.view.step_index import StepBook
+from smdist.coordination.view.step_index import StepIndex
 from smdist.errors import (
     CoordinationError,
     CorruptObject,
@@ -120,11 +120,11 @@ class RunWatcher:
         """Nothing is known of the run."""
         self._sweeper = SnapshotCleaner(self._store, self._now, self._keep_s)
         self._follow = self._follow_with(self._store, self._take, self._now, self._rhythm)
-        self._view, self._book = View(), StepBook()
+        self._view, self._book = View(), StepIndex()
         self._fresh: list[Fact] = []  # read, and not folded yet
         self._facts = self._beats = 0  # since the last snapshot
         self._loose = 0  # entries that are not in columns yet
-        self._packed: Packed | None = None
+        self._packed: PackedSnapshot | None = None
         self._written_at: float | None = None
         self._final = self._looked = self._resumed = False
         self._asked_at = 0.0
@@ -197,14 +197,14 @@ class RunWatcher:
             return False
         try:
             loaded = await load_view(self._store, pointer)
-            check_absent(self.url, loaded.view)
+            check_absent_ranks(self.url, loaded.view)
         except (SmdistError, OSError, ValueError) as error:
             self._trouble = f"snapshot {pointer.number} cannot be read, all is read anew: {error}"
             return False
         if loaded.head.run_id != self.run_id:
             self._trouble = f"snapshot {pointer.number} is of run {loaded.head.run_id}, another one"
             return False
-        self._view, self._book = loaded.view, StepBook()
+        self._view, self._book = loaded.view, StepIndex()
         self._book.load(self._view)
         self._follow.adopt(self._view, loaded.layouts, self._book.layouts())
         return True
@@ -343,7 +343,7 @@ class RunWatcher:
     def _compact(self) -> None:
         """A backlog is read faster than snapshots are written, or none can be written."""
         tenure = self._tenure
-        self._view = compacted(
+        self._view = compact_view(
             self._view, epoch=tenure.epoch, number=tenure.next_number(), writer=tenure.writer
         )
         self._loose = 0
@@ -354,7 +354,7 @@ class RunWatcher:
         for fact in fresh:
             add(self._view, fact)
         try:
-            check_absent(self.url, self._view)
+            check_absent_ranks(self.url, self._view)
         except CorruptObject:
             self._forget()  # it would be too large to tell of
             raise
@@ -411,7 +411,6 @@ class RunWatcher:
             interval_s=self._cadence.interval_s,
             final=final,
             layouts=self._follow.layouts,
-            patience=self._patience,
         )
         await tenure.publish(packed)
         self._packed, self._view, self._written_at = packed, packed.view, now

@@ -13,7 +13,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from smdist.coordination.snapshot.pack import Packed, Pointer
+from smdist.coordination.snapshot.pack import PackedSnapshot, Pointer
 from smdist.errors import SmdistError, StoreForbidden
 from smdist.storage.store import Store
 
@@ -28,7 +28,7 @@ class SnapshotCleaner:
     def __init__(self, store: Store, now: Callable[[], float], keep_s: float = 900.0) -> None:
         self._store, self._now, self._keep_s = store, now, keep_s
         self._old: deque[tuple[float, str]] = deque()
-        self._last: Packed | None = None
+        self._last: PackedSnapshot | None = None
         self._live: frozenset[str] = frozenset()
         self._forbidden = False
 
@@ -49,7 +49,7 @@ class SnapshotCleaner:
                     self._old.append((since, key))
         self._old = deque(sorted(self._old))
 
-    async def published(self, packed: Packed) -> None:
+    async def published(self, packed: PackedSnapshot) -> None:
         """`packed` is the newest snapshot; remove what has been old for long enough."""
         now, last, self._last = self._now(), self._last, packed
         self._live = frozenset((packed.head_key, *packed.chunks))

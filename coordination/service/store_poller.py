@@ -24,7 +24,7 @@ from typing import TypeVar
 
 from smdist.concurrency import bounded_gather
 from smdist.coordination.service.poll_schedule import PollIntervals, RankTrack, resume_track
-from smdist.coordination.view.membership import Heard
+from smdist.coordination.view.membership import LastContact
 from smdist.coordination.view.run_view import Fact, View, World
 from smdist.coordination.view.span_reader import read_in_order
 from smdist.errors import CorruptObject, ObjectNotFound, SmdistError, StoreForbidden
@@ -148,9 +148,9 @@ class StorePoller:
         due += [t.beat_due_at for t in self.tracks.values() if t.final and not t.farewell]
         return min(due)
 
-    def hearing(self) -> dict[Owner, Heard]:
+    def hearing(self) -> dict[Owner, LastContact]:
         """When each rank was heard of, by our clock."""
-        return {o: Heard(t.met_at, t.heard_at, t.alive_at) for o, t in self.tracks.items()}
+        return {o: LastContact(t.met_at, t.heard_at, t.alive_at) for o, t in self.tracks.items()}
 
     # -- asking ----------------------------------------------------------------------------------
 

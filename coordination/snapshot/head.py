@@ -15,13 +15,12 @@ from smdist.coordination.columnar.chunks import ChunkRef
 from smdist.coordination.columnar.drop_log import (
     DropRef,
     DropRow,
-    Texts,
+    TextTable,
     check_texts,
+    drop_of_row,
     drop_row,
-    dropped_of,
 )
-from smdist.coordination.view.run_view import Head as RankHead
-from smdist.coordination.view.run_view import RankView, World
+from smdist.coordination.view.run_view import RankHead, RankView, World
 from smdist.format.intervals import (
     StoredIntervals,
     check_intervals,
@@ -46,9 +45,9 @@ from smdist.limits import (
 __all__ = [
     "POINTER_KEY",
     "AttemptRow",
-    "Head",
     "Pointer",
     "RankRow",
+    "SnapshotHead",
     "head_key",
     "rank_row",
     "rank_view",
@@ -108,7 +107,7 @@ class AttemptRow(msgspec.Struct, frozen=True):
             raise ValueError(f"rank {strange[0][0]} of attempt {self.attempt} has steps and no row")
 
 
-class Head(msgspec.Struct, frozen=True):
+class SnapshotHead(msgspec.Struct, frozen=True):
     """`layouts` by digest; more of them are in the objects `layout_packs`."""
 
     run_id: str
@@ -140,7 +139,7 @@ def head_key(epoch: int, number: int, writer: str) -> str:
     return f"merged/heads/{epoch:06d}-{number:010d}-{writer}.json"
 
 
-def rank_row(rank: int, known: RankView, texts: Texts) -> RankRow:
+def rank_row(rank: int, known: RankView, texts: TextTable) -> RankRow:
     drops = sorted(
         (drop for drops in known.drops.values() for drop in drops), key=msgspec.msgpack.encode
     )
@@ -181,5 +180,5 @@ def rank_view(row: RankRow, texts: Sequence[tuple[str, ...]]) -> RankView:
         known.steps[key] = (*known.steps.get(key, ()), entry)
     for drop in row.drops:
         key = (drop.mode, drop.mode_step)
-        known.drops[key] = known.drops.get(key, frozenset()) | {dropped_of(drop, texts)}
+        known.drops[key] = known.drops.get(key, frozenset()) | {drop_of_row(drop, texts)}
     return known

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from smdist.concurrency import bounded_gather
-from smdist.coordination.columnar.chunk_file import content_digest, from_bytes
-from smdist.coordination.columnar.chunks import Chunk, Fetch, Sealed
+from smdist.coordination.columnar.chunk_file import content_digest, decode_columns
+from smdist.coordination.columnar.chunks import Chunk, ChunkSet, Fetch
 from smdist.coordination.columnar.columns import Columns
 from smdist.coordination.columnar.drop_log import (
-    Content,
     DropBatch,
     DropLog,
+    DropsByRank,
     StoredDrops,
-    content_of,
+    decode_drops,
 )
-from smdist.coordination.snapshot.head import Head, Pointer, head_key, rank_view
+from smdist.coordination.snapshot.head import Pointer, SnapshotHead, head_key, rank_view
 from smdist.coordination.snapshot.layout_packs import read_pack
 from smdist.coordination.view.run_view import View
 from smdist.errors import CorruptObject
@@ -32,27 +32,27 @@ if TYPE_CHECKING:
     from smdist.storage.store import Store
 
 __all__ = [
-    "Loaded",
+    "LoadedSnapshot",
     "load_columns",
     "load_drops",
     "load_head",
     "load_layouts",
     "load_view",
-    "view_of",
+    "view_of_head",
 ]
 
 _AT_ONCE = 16  # requests
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedSnapshot:
     view: View
     layouts: Mapping[str, Layout]
-    head: Head
+    head: SnapshotHead
 
 
-async def load_head(store: Store, pointer: Pointer) -> Head:
-    head = await read(store, pointer.head, Head)
+async def load_head(store: Store, pointer: Pointer) -> SnapshotHead:
+    head = await read(store, pointer.head, SnapshotHead)
     if head.format > FORMAT:
         detail = f"written in format {head.format}, this smdist reads up to {FORMAT}"
         raise CorruptObject(store.url, pointer.head, "read", detail)
@@ -64,16 +64,18 @@ async def load_columns(store: Store, key: str) -> Columns:
     try:
         if not key.endswith(f"-{content_digest(data)}.safetensors"):
             raise ValueError("the content is not what the name says")
-        return from_bytes(data)
+        return decode_columns(data)
     except ValueError as error:
         raise CorruptObject(store.url, key, "read", str(error)) from error
 
 
-async def load_drops(store: Store, key: str) -> Content:
-    return content_of(await read(store, key, StoredDrops))
+async def load_drops(store: Store, key: str) -> DropsByRank:
+    return decode_drops(await read(store, key, StoredDrops))
 
 
-async def load_layouts(store: Store, head: Head, known: Iterable[str] = ()) -> dict[str, Layout]:
+async def load_layouts(
+    store: Store, head: SnapshotHead, known: Iterable[str] = ()
+) -> dict[str, Layout]:
     """The layouts of a head, in their order. Packs that are `known`, by key, are left out."""
 
     def unpacked(key: str, texts: Mapping[str, msgspec.Raw]) -> dict[str, Layout]:
@@ -92,7 +94,7 @@ async def load_layouts(store: Store, head: Head, known: Iterable[str] = ()) -> d
     return {digest: layout for some in (*packs, inline) for digest, layout in some.items()}
 
 
-async def load_view(store: Store, pointer: Pointer) -> Loaded:
+async def load_view(store: Store, pointer: Pointer) -> LoadedSnapshot:
     """The snapshot that `pointer` names, whole: `pack` goes on from its view."""
     head = await load_head(store, pointer)
     keys = [ref.key for row in head.attempts for ref in row.chunks]
@@ -101,14 +103,16 @@ async def load_view(store: Store, pointer: Pointer) -> Loaded:
     batches = [ref.key for row in head.attempts for ref in row.drops]
     contents = await bounded_gather(partial(load_drops, store), batches, _AT_ONCE)
     drops = dict(zip(batches, contents, strict=True))
-    view = view_of(head, lambda chunk: columns[chunk.ref.key], lambda batch: drops[batch.ref.key])
-    return Loaded(view, await load_layouts(store, head), head)
+    view = view_of_head(
+        head, lambda chunk: columns[chunk.ref.key], lambda batch: drops[batch.ref.key]
+    )
+    return LoadedSnapshot(view, await load_layouts(store, head), head)
 
 
-def view_of(
-    head: Head,
+def view_of_head(
+    head: SnapshotHead,
     fetch: Fetch,
-    fetch_drops: Callable[[DropBatch], Content],
+    fetch_drops: Callable[[DropBatch], DropsByRank],
     known: Mapping[str, Chunk] | None = None,
 ) -> View:
     """The view of a head; `fetch` is asked for the columns of a chunk whenever they are needed.
@@ -122,7 +126,7 @@ def view_of(
             for row in head.attempts
         },
         {
-            row.attempt: Sealed(
+            row.attempt: ChunkSet(
                 known.get(ref.key) or Chunk(row.attempt, ref, None, fetch) for ref in row.chunks
             )
             for row in head.attempts

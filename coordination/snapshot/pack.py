@@ -1,13 +1,13 @@
 """A view as objects of a store, so that a reader of a thousand ranks needs a handful of requests.
 
     merged/current.json                            Pointer   overwritten: which snapshot is the newest
-    merged/heads/<epoch>-<number>-<writer>.json    Head      ranks, steps, which chunks; immutable
+    merged/heads/<epoch>-<number>-<writer>.json    SnapshotHead      ranks, steps, which chunks; immutable
     merged/steps/<...>-<digest>.safetensors        a range of steps of all ranks; immutable
     merged/layouts/<digest>.json                   layouts that the head has no room for; immutable
     merged/drops/<...>-<digest>.json               drops that the head has no room for; immutable
 
 `pack` is pure. Who writes puts the objects, then the head, then the pointer; `previous` is the last
-`Packed` of which all that was put. Its `view` holds the facts of the view it was given, and is to
+`PackedSnapshot` of which all that was put. Its `view` holds the facts of the view it was given, and is to
 be added to from then on.
 """
 
@@ -18,26 +18,25 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from smdist.coordination.columnar.blocks import Blocks, StepKey
-from smdist.coordination.columnar.chunk_file import to_bytes
-from smdist.coordination.columnar.chunks import NOTHING, Sealed, seal
+from smdist.coordination.columnar.chunk_file import encode_columns
+from smdist.coordination.columnar.chunks import NO_CHUNKS, ChunkSet, seal
 from smdist.coordination.columnar.drop_log import (
     NO_DROPS,
     Drop,
     DropLog,
-    Texts,
-    made_batch,
+    TextTable,
+    make_batch,
 )
 from smdist.coordination.snapshot.head import (
     POINTER_KEY,
     AttemptRow,
-    Head,
     Pointer,
+    SnapshotHead,
     head_key,
     rank_row,
 )
 from smdist.coordination.snapshot.layout_packs import pack_layouts
-from smdist.coordination.snapshot.load import Loaded, load_view
-from smdist.coordination.view.membership import DEFAULT_TIMEOUTS, LivenessTimeouts
+from smdist.coordination.snapshot.load import LoadedSnapshot, load_view
 from smdist.coordination.view.run_view import RankView, View
 from smdist.format.layout import Layout
 from smdist.format.stored_json import encode
@@ -47,11 +46,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "POINTER_KEY",
-    "Head",
-    "Loaded",
-    "Packed",
+    "LoadedSnapshot",
+    "PackedSnapshot",
     "Pointer",
-    "compacted",
+    "SnapshotHead",
+    "compact_view",
     "head_key",
     "load_view",
     "pack",
@@ -61,7 +60,7 @@ _MOST_DROPS = 4096  # in a head
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedSnapshot:
     """`objects` are to be put before the head, the pointer after it."""
 
     objects: tuple[tuple[str, Buffer], ...]
@@ -78,7 +77,7 @@ class Packed:
 
 def pack(
     view: View,
-    previous: Packed | None,
+    previous: PackedSnapshot | None,
     *,
     run_id: str,
     epoch: int,
@@ -88,12 +87,8 @@ def pack(
     interval_s: float,
     final: bool,
     layouts: Mapping[str, Layout],
-    patience: LivenessTimeouts = DEFAULT_TIMEOUTS,
-) -> Packed:
-    """The snapshot `(epoch, number)` of `view`. Costs as much as what is new since `previous`.
-
-    It holds facts, no judgements of time: `patience` is with who reads it, and changes nothing here.
-    """
+) -> PackedSnapshot:
+    """Build the snapshot `(epoch, number)` of `view`, at the cost of what is new since `previous`."""
     stored = previous.chunks if previous is not None else frozenset()
     name = _name(epoch, number, writer)
     whole, made = _sealed(view, f"merged/steps/{name}")
@@ -103,17 +98,17 @@ def pack(
         previous.layout_texts if previous is not None else {},
         previous.layout_packs if previous is not None else (),
     )
-    texts = Texts()
+    texts = TextTable()
     rows = tuple(
         AttemptRow(
             attempt,
             tuple(rank_row(rank, known, texts) for rank, known in sorted(ranks.items())),
-            tuple(chunk.ref for chunk in whole.sealed.get(attempt, NOTHING).chunks),
+            tuple(chunk.ref for chunk in whole.sealed.get(attempt, NO_CHUNKS).chunks),
             tuple(batch.ref for batch in whole.drop_logs.get(attempt, NO_DROPS).batches),
         )
         for attempt, ranks in sorted(whole.attempts.items())
     )
-    head = Head(
+    head = SnapshotHead(
         run_id,
         epoch,
         number,
@@ -128,7 +123,7 @@ def pack(
     )
     chunks = frozenset(ref.key for row in rows for ref in row.chunks)
     key = head_key(epoch, number, writer)
-    return Packed(
+    return PackedSnapshot(
         (
             *described.objects,
             *_unlogged(whole, batches, previous.drops if previous is not None else frozenset()),
@@ -146,7 +141,7 @@ def pack(
     )
 
 
-def compacted(view: View, *, epoch: int, number: int, writer: str) -> View:
+def compact_view(view: View, *, epoch: int, number: int, writer: str) -> View:
     """The same facts, with steps in columns: for who folds a lot before the next snapshot.
 
     A tenth of the memory. The chunks are put with the next snapshot, whichever number that has.
@@ -164,7 +159,7 @@ def _name(epoch: int, number: int, writer: str) -> str:
 def _sealed(view: View, prefix: str) -> tuple[View, dict[str, bytes]]:
     """`view` with its steps in chunks, and the chunks that were made for it."""
     attempts: dict[int, dict[int, RankView]] = {}
-    sealed: dict[int, Sealed] = {}
+    sealed: dict[int, ChunkSet] = {}
     made: dict[str, bytes] = {}
     for attempt, ranks in view.attempts.items():
         recent: dict[StepKey, dict[int, Blocks]] = {}
@@ -172,7 +167,7 @@ def _sealed(view: View, prefix: str) -> tuple[View, dict[str, bytes]]:
         for rank, known in ranks.items():
             for key, blocks in known.steps.items():
                 recent.setdefault(key, {})[rank] = blocks
-        done = seal(attempt, view.sealed.get(attempt, NOTHING), recent, prefix)
+        done = seal(attempt, view.sealed.get(attempt, NO_CHUNKS), recent, prefix)
         sealed[attempt] = done.sealed
         made |= {chunk.ref.key: data for chunk, data in done.made}
     return View(attempts, sealed, dict(view.drop_logs)), made
@@ -189,7 +184,7 @@ def _log_drops(view: View, prefix: str) -> dict[str, bytes]:
             if known.drops:
                 content[rank] = tuple(d for drops in known.drops.values() for d in drops)
                 known.drops = {}
-        batch, data = made_batch(attempt, content, prefix)
+        batch, data = make_batch(attempt, content, prefix)
         made[batch.ref.key] = data
         log = view.drop_logs.get(attempt, NO_DROPS)
         view.drop_logs[attempt] = DropLog((*log.batches, batch))
@@ -206,7 +201,7 @@ def _unlogged(
                 yield key, made[key]
             elif key not in stored and not batch.stored:
                 prefix = key[: key.rindex(f"-{attempt:06d}-")]
-                yield key, made_batch(attempt, batch.content, prefix)[1]
+                yield key, make_batch(attempt, batch.content, prefix)[1]
 
 
 def _unstored(
@@ -219,4 +214,4 @@ def _unstored(
             if key in made:
                 yield key, made[key]
             elif key not in stored and not chunk.stored:
-                yield key, to_bytes(chunk.columns)
+                yield key, encode_columns(chunk.columns)

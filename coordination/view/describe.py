@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from smdist.coordination.view.membership import RankReport, expected_ranks
 from smdist.coordination.view.run_view import View
 from smdist.coordination.view.status import AttemptLine, RankLine, StepReport
-from smdist.coordination.view.step_index import StepBook
+from smdist.coordination.view.step_index import StepIndex
 from smdist.identity import ModeKeys
 
 __all__ = ["attempt_lines", "latest_complete", "rank_lines", "waited_for"]
@@ -42,7 +42,7 @@ def rank_lines(reports: Reports) -> tuple[RankLine, ...]:
     )
 
 
-def latest_complete(book: StepBook) -> dict[str, int]:
+def latest_complete(book: StepIndex) -> dict[str, int]:
     modes = dict.fromkeys([*book.modes, ModeKeys.GLOBAL])
     return {mode.name: book.latest_complete(mode) for mode in modes}
 

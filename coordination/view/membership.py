@@ -8,7 +8,7 @@ Lost means: its uploader said so, or nothing was heard of it for `lost_after_s`.
 as of `now`; a late commit overrules it, since completeness looks only at what was committed.
 
 Facts carry the times of the ranks' clocks. Who follows a job knows by its own clock when it heard of
-each rank, and passes that (`Hearing`): no clock is then compared with another one.
+each rank, and passes that (`LastContacts`): no clock is then compared with another one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from smdist.coordination.view.step_facts import (
     Disagreement,
     StepFacts,
     all_step_facts,
-    lost_at,
+    progress_of_lost_ranks,
     step_attempts,
     step_facts,
 )
@@ -39,19 +39,19 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULT_TIMEOUTS",
     "Disagreement",
-    "Heard",
-    "Hearing",
+    "LastContact",
+    "LastContacts",
     "LivenessTimeouts",
     "MissingReason",
     "RankReport",
     "RankStatus",
     "StepFacts",
     "all_step_facts",
-    "check_absent",
+    "check_absent_ranks",
     "expected_ranks",
     "finished",
-    "lost_at",
     "missing_ranks",
+    "progress_of_lost_ranks",
     "rank_reports",
     "step_attempts",
     "step_facts",
@@ -95,7 +95,7 @@ class LivenessTimeouts:
 DEFAULT_TIMEOUTS = LivenessTimeouts()
 
 
-class Heard(NamedTuple):
+class LastContact(NamedTuple):
     """When a rank was heard of, by the clock of who heard it."""
 
     first: float
@@ -103,7 +103,7 @@ class Heard(NamedTuple):
     last: float  # any sign
 
 
-Hearing = Mapping[tuple[int, int], Heard]
+LastContacts = Mapping[tuple[int, int], LastContact]
 """By attempt and rank."""
 
 
@@ -131,7 +131,7 @@ def expected_ranks(view: View, attempt: int) -> Members:
     return Members(merge_intervals(span for world in worlds for span in world.expected_ranks()))
 
 
-def check_absent(url: str, view: View) -> None:
+def check_absent_ranks(url: str, view: View) -> None:
     """CorruptObject when more ranks are said to take part without a trace than can be reported."""
     expected = {attempt: expected_ranks(view, attempt).intervals for attempt in view.attempts}
     if sum(map(count_members, expected.values())) <= MAX_ABSENT_RANKS:
@@ -186,7 +186,7 @@ def _front(known: Iterable[tuple[int, RankView]]) -> _Front:
 
 
 def _behind(
-    known: RankView, front: _Front, heard: Heard | None, of_front: Heard | None
+    known: RankView, front: _Front, heard: LastContact | None, of_front: LastContact | None
 ) -> tuple[int, float]:
     """Steps and seconds. A rank that is at work is never long behind its last step: it counts how
     long the front took from there."""
@@ -208,8 +208,8 @@ def _report(
     front: _Front,
     grace: bool,
     now: float,
-    patience: LivenessTimeouts,
-    heard: Mapping[int, Heard],
+    timeouts: LivenessTimeouts,
+    heard: Mapping[int, LastContact],
 ) -> RankReport:
     if known is None or not _started(known):
         return RankReport(rank, RankStatus.NEVER_STARTED, pending=grace)
@@ -223,9 +223,9 @@ def _report(
         status = RankStatus.ENDED
     elif head is not None and head.state == "lost":
         status = RankStatus.LOST
-    elif now - seen > patience.lost_after_s:
+    elif now - seen > timeouts.lost_after_s:
         status, reason = RankStatus.LOST, f"nothing heard of it for {now - seen:.0f} s"
-    elif behind_s > patience.lagging_after_s:
+    elif behind_s > timeouts.lagging_after_s:
         status = RankStatus.LAGGING
     pending = status in (RankStatus.ACTIVE, RankStatus.LAGGING)
     return RankReport(rank, status, pending, step, seen, behind_s, reason, behind_steps)
@@ -235,8 +235,8 @@ def rank_reports(
     view: View,
     attempt: int,
     now: float,
-    patience: LivenessTimeouts = DEFAULT_TIMEOUTS,
-    hearing: Hearing | None = None,
+    timeouts: LivenessTimeouts = DEFAULT_TIMEOUTS,
+    hearing: LastContacts | None = None,
 ) -> dict[int, RankReport]:
     """Every expected or known rank of `attempt`, in numeric order.
 
@@ -252,24 +252,24 @@ def rank_reports(
         (heard[n].first if n in heard else _begun(rank) for n, rank in known.items()), default=0.0
     )
     newest = attempt == max(view.attempts, default=attempt)
-    grace = newest and now - begun <= patience.lost_after_s
+    grace = newest and now - begun <= timeouts.lost_after_s
     ranks = sorted({*known, *expected_ranks(view, attempt)})
     return {
-        rank: _report(rank, known.get(rank), front, grace, now, patience, heard) for rank in ranks
+        rank: _report(rank, known.get(rank), front, grace, now, timeouts, heard) for rank in ranks
     }
 
 
 def finished(
     view: View,
     now: float,
-    patience: LivenessTimeouts = DEFAULT_TIMEOUTS,
-    hearing: Hearing | None = None,
+    timeouts: LivenessTimeouts = DEFAULT_TIMEOUTS,
+    hearing: LastContacts | None = None,
 ) -> bool:
     """No rank of any attempt may still write. A view without ranks is not finished."""
     return bool(view.attempts) and not any(
         report.pending
         for attempt in view.attempts
-        for report in rank_reports(view, attempt, now, patience, hearing).values()
+        for report in rank_reports(view, attempt, now, timeouts, hearing).values()
     )
 
 
@@ -293,8 +293,8 @@ def missing_ranks(
 def _may_hide(known: RankView, among: bool) -> bool:
     """Whether a manifest that cannot be read may have the step; `among`: it lies among those read."""
     last = known.head.seq if known.head is not None else -1
-    lacking = known.lacking.intervals
-    return bool(lacking) and (among or lacking[-1][1] - 1 > last)
+    missing_manifests = known.missing_manifests.intervals
+    return bool(missing_manifests) and (among or missing_manifests[-1][1] - 1 > last)
 
 
 def _reason(

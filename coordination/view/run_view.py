@@ -30,7 +30,7 @@ from smdist.coordination.columnar.blocks import (
     step_number,
     with_entry,
 )
-from smdist.coordination.columnar.chunks import NOTHING, Sealed
+from smdist.coordination.columnar.chunks import NO_CHUNKS, ChunkSet
 from smdist.coordination.columnar.drop_log import NO_DROPS, Drop, DropLog
 from smdist.format.intervals import (
     Intervals,
@@ -49,10 +49,21 @@ from smdist.limits import IncludeWorkers, Number, Time, WorldSize
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-__all__ = ["Fact", "Head", "RankView", "StepKey", "Unread", "View", "World", "add", "fold", "merge"]
+__all__ = [
+    "Fact",
+    "RankHead",
+    "RankView",
+    "StepKey",
+    "UnreadableManifest",
+    "View",
+    "World",
+    "add",
+    "merge",
+    "view_of_facts",
+]
 
 
-class Unread(NamedTuple):
+class UnreadableManifest(NamedTuple):
     """A manifest that was there, by its place or its successors, and cannot be read."""
 
     attempt: int
@@ -60,7 +71,7 @@ class Unread(NamedTuple):
     seq: int
 
 
-Fact = Union[RankManifest, Session, Heartbeat, Unread]  # noqa: UP007 (3.10)
+Fact = Union[RankManifest, Session, Heartbeat, UnreadableManifest]  # noqa: UP007 (3.10)
 
 _GLOBAL = ModeKeys.GLOBAL.value
 _STATES: dict[str, int] = {"active": 0, "lost": 1, "ended": 2}
@@ -80,7 +91,7 @@ class World(msgspec.Struct, frozen=True, array_like=True):
         return to_intervals(int(r) for r in self.include_workers if int(r) < self.world_size)
 
 
-class Head(msgspec.Struct, frozen=True, array_like=True):
+class RankHead(msgspec.Struct, frozen=True, array_like=True):
     """How a rank stood as of its manifest of the highest `seq`."""
 
     seq: Number
@@ -94,11 +105,11 @@ def _bytes(fact: object) -> bytes:
     return msgspec.msgpack.encode(fact)
 
 
-def _head_order(head: Head) -> tuple[int, int, int, float, str]:
+def _head_order(head: RankHead) -> tuple[int, int, int, float, str]:
     return (head.seq, head.upto, _STATES[head.state], head.time, head.reason)
 
 
-def _greater_head(a: Head | None, b: Head | None) -> Head | None:
+def _greater_head(a: RankHead | None, b: RankHead | None) -> RankHead | None:
     if a is None or b is None:
         return a or b
     return b if _head_order(b) > _head_order(a) else a
@@ -127,13 +138,13 @@ class RankView:
     `passed` holds, for each mode, the greatest mode step that the rank has closed, and under
     GLOBAL the greatest global step. `drops` and `troubles` are keyed by manifest and place in it,
     so a repeated manifest repeats nothing. `seen` are the numbers of its manifests that were folded,
-    `records` the journal records that these cover, `unread` are numbers of manifests that are known to have
+    `records` the journal records that these cover, `unreadable` are numbers of manifests that are known to have
     been there and cannot be read. `first` is the least global step that it has closed, and when.
     """
 
     session: Session | None = None
     heartbeat: Heartbeat | None = None
-    head: Head | None = None
+    head: RankHead | None = None
     worlds: frozenset[World] = frozenset()
     steps: dict[StepKey, Blocks] = field(default_factory=dict)
     passed: dict[int, int] = field(default_factory=dict)
@@ -143,12 +154,14 @@ class RankView:
     seen: Intervals = ()
     first: tuple[int, float] | None = None
     records: Intervals = ()
-    unread: Intervals = ()
+    unreadable: Intervals = ()
 
     @property
-    def lacking(self) -> Members:
+    def missing_manifests(self) -> Members:
         """Manifests that are missing or damaged, by number."""
-        return Members(subtract(merge_intervals((*find_gaps(self.seen), *self.unread)), self.seen))
+        return Members(
+            subtract(merge_intervals((*find_gaps(self.seen), *self.unreadable)), self.seen)
+        )
 
     def copy(self) -> RankView:
         return RankView(
@@ -164,7 +177,7 @@ class RankView:
             self.seen,
             self.first,
             self.records,
-            self.unread,
+            self.unreadable,
         )
 
     def without_steps(self) -> RankView:
@@ -188,7 +201,7 @@ class RankView:
         self.seen = add_member(self.seen, seq)
         self.records = add_interval(self.records, manifest.first, manifest.upto)
         self.head = _greater_head(
-            self.head, Head(seq, manifest.upto, manifest.state, manifest.time, manifest.reason)
+            self.head, RankHead(seq, manifest.upto, manifest.state, manifest.time, manifest.reason)
         )
         self.worlds |= {World(manifest.world_size, manifest.include_workers)}
         for entry in manifest.steps:
@@ -205,7 +218,7 @@ class RankView:
         self.head = _greater_head(self.head, other.head)
         self.seen = merge_intervals((*self.seen, *other.seen))
         self.records = merge_intervals((*self.records, *other.records))
-        self.unread = merge_intervals((*self.unread, *other.unread))
+        self.unreadable = merge_intervals((*self.unreadable, *other.unreadable))
         self.worlds |= other.worlds
         for blocks in other.steps.values():
             for entry in blocks:
@@ -243,12 +256,12 @@ class View:
     """Attempt -> rank -> what is known of it. Treat it as a value unless you made it."""
 
     attempts: dict[int, dict[int, RankView]] = field(default_factory=dict)
-    sealed: dict[int, Sealed] = field(default_factory=dict)
+    sealed: dict[int, ChunkSet] = field(default_factory=dict)
     drop_logs: dict[int, DropLog] = field(default_factory=dict)
 
     @staticmethod
     def of(*facts: Fact) -> View:
-        return fold(facts)
+        return view_of_facts(facts)
 
     def rank(self, attempt: int, rank: int) -> RankView | None:
         return self.attempts.get(attempt, {}).get(rank)
@@ -267,11 +280,11 @@ class View:
         """What `rank` has of the step `key`, in order of time."""
         known = self.rank(attempt, rank)
         recent = known.steps.get(key, ()) if known is not None else ()
-        return join_blocks(self.sealed.get(attempt, NOTHING).blocks(key, rank), recent)
+        return join_blocks(self.sealed.get(attempt, NO_CHUNKS).blocks(key, rank), recent)
 
     def step(self, attempt: int, key: StepKey) -> dict[int, Blocks]:
         """What each rank that has anything has of the step `key`."""
-        found = self.sealed.get(attempt, NOTHING).step(key)
+        found = self.sealed.get(attempt, NO_CHUNKS).step(key)
         for rank, known in self.attempts.get(attempt, {}).items():
             if key in known.steps:
                 found[rank] = join_blocks(found.get(rank, ()), known.steps[key])
@@ -282,13 +295,13 @@ class View:
         known = self.rank(attempt, rank)
         for blocks in () if known is None else known.steps.values():
             yield from blocks
-        for blocks in self.sealed.get(attempt, NOTHING).of_rank(rank):
+        for blocks in self.sealed.get(attempt, NO_CHUNKS).of_rank(rank):
             yield from blocks
 
     def keys(self, attempt: int) -> set[StepKey]:
         """Steps of which any rank has something stored."""
         recent = (known.steps for known in self.attempts.get(attempt, {}).values())
-        return set(self.sealed.get(attempt, NOTHING).keys()).union(*recent)
+        return set(self.sealed.get(attempt, NO_CHUNKS).keys()).union(*recent)
 
     def drops(self, attempt: int, rank: int) -> dict[StepKey, frozenset[Drop]]:
         """All that `rank` has dropped."""
@@ -314,7 +327,7 @@ class View:
 
     def _steps(self, attempt: int, rank: int, known: RankView) -> list[Blocks]:
         steps = dict(known.steps)
-        for blocks in self.sealed.get(attempt, NOTHING).of_rank(rank):
+        for blocks in self.sealed.get(attempt, NO_CHUNKS).of_rank(rank):
             key = (blocks[0].mode, blocks[0].mode_step)
             steps[key] = join_blocks(blocks, steps.get(key, ()))
         return [blocks for _, blocks in sorted(steps.items())]
@@ -333,14 +346,14 @@ def add(view: View, fact: Fact) -> View:
     elif isinstance(fact, Session):
         known.session = _greater_session(known.session, fact)
         known.worlds |= {World(fact.world_size, fact.include_workers)}
-    elif isinstance(fact, Unread):
-        known.unread = add_member(known.unread, fact.seq)
+    elif isinstance(fact, UnreadableManifest):
+        known.unreadable = add_member(known.unreadable, fact.seq)
     else:
         known.heartbeat = _greater_heartbeat(known.heartbeat, fact)
     return view
 
 
-def fold(facts: Iterable[Fact]) -> View:
+def view_of_facts(facts: Iterable[Fact]) -> View:
     view = View()
     for fact in facts:
         add(view, fact)
@@ -374,7 +387,7 @@ def merge(a: View, b: View) -> View:
     return merged
 
 
-def _join_sealed(view: View, attempt: int, a: Sealed, b: Sealed) -> None:
+def _join_sealed(view: View, attempt: int, a: ChunkSet, b: ChunkSet) -> None:
     """Keep the chunks of one; what the other has in other chunks becomes recent again.
 
     Views that were packed one from the other share nearly all chunks; others are seldom merged.

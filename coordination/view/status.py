@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["AttemptLine", "RankLine", "RunState", "RunStatus", "StepReport", "StepStanding"]
+__all__ = ["AttemptLine", "RankLine", "RunState", "RunStatus", "StepCompleteness", "StepReport"]
 
 RunState = Literal[
     "waiting", "opening", "watching", "finished", "refused", "superseded", "stopped", "failed"
@@ -17,7 +17,7 @@ RunState = Literal[
 again when its lease may have ended. "superseded": another one has taken over.
 """
 
-StepStanding = Literal["complete", "partial", "pending", "not saved"]
+StepCompleteness = Literal["complete", "partial", "pending", "not saved"]
 """`partial`: a rank is missing of which nothing more is expected. `pending`: it may still come."""
 
 
@@ -74,7 +74,7 @@ class StepReport(msgspec.Struct, frozen=True):
 
     step: int
     mode: str
-    standing: StepStanding
+    standing: StepCompleteness
     attempt: int = -1
     missing: dict[int, str] = {}
 

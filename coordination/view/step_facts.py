@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from smdist.coordination.columnar.chunks import NOTHING
+from smdist.coordination.columnar.chunks import NO_CHUNKS
 from smdist.coordination.columnar.drop_log import NO_DROPS
-from smdist.coordination.columnar.step_rows import StepRow, row_of
+from smdist.coordination.columnar.step_rows import StepRow, summarize_step
 from smdist.format.intervals import Members, find_gaps, merge_intervals, subtract, to_intervals
 from smdist.identity import ModeKeys
 
@@ -23,11 +23,11 @@ __all__ = [
     "StepFacts",
     "all_step_facts",
     "damaged_steps",
-    "doubted",
-    "lost_at",
+    "mark_superseded",
+    "may_be_superseded",
+    "progress_of_lost_ranks",
     "step_attempts",
     "step_facts",
-    "without_doubt",
 ]
 
 GLOBAL = ModeKeys.GLOBAL.value
@@ -79,7 +79,9 @@ class StepFacts:
         return not self.absent
 
 
-def lost_at(view: View, attempt: int, expected: Members) -> dict[int, dict[int, int]]:
+def progress_of_lost_ranks(
+    view: View, attempt: int, expected: Members
+) -> dict[int, dict[int, int]]:
     """Of each rank that was lost, by its uploader's word, how far it had come (`RankView.passed`)."""
     return {
         rank: known.passed
@@ -93,7 +95,7 @@ def step_attempts(view: View, key: StepKey) -> tuple[int, ...]:
     return tuple(
         attempt
         for attempt in sorted(view.attempts, reverse=True)
-        if view.sealed.get(attempt, NOTHING).chunk(key) is not None
+        if view.sealed.get(attempt, NO_CHUNKS).chunk(key) is not None
         or key in view.drop_logs.get(attempt, NO_DROPS).steps
         or any(key in r.steps or key in r.drops for r in view.attempts[attempt].values())
     )
@@ -104,10 +106,10 @@ def step_facts(view: View, attempt: int, key: StepKey, expected: Members) -> Ste
     return all_step_facts(view, attempt, expected, (key,)).get(key)
 
 
-def doubted(view: View, attempt: int) -> bool:
+def may_be_superseded(view: View, attempt: int) -> bool:
     """Whether a later attempt may have had any step of `attempt` anew, in what cannot be read of it."""
     return any(
-        known.lacking
+        known.missing_manifests
         for later, ranks in view.attempts.items()
         if later > attempt
         for known in ranks.values()
@@ -142,8 +144,8 @@ def all_step_facts(
 
     Of a step without recent blocks it looks at no rank: what is sealed has been looked at.
     """
-    judge = _Judge(attempt, expected, lost_at(view, attempt, expected))
-    known, sealed = view.attempts.get(attempt, {}), view.sealed.get(attempt, NOTHING)
+    judge = _CompletenessCheck(attempt, expected, progress_of_lost_ranks(view, attempt, expected))
+    known, sealed = view.attempts.get(attempt, {}), view.sealed.get(attempt, NO_CHUNKS)
     if keys is None:
         log = view.drop_logs.get(attempt, NO_DROPS).steps
         asked = view.keys(attempt).union(log, *(rank.drops for rank in known.values()))
@@ -154,7 +156,7 @@ def all_step_facts(
     dropped = _dropped(view, attempt, asked)
     found: dict[StepKey, StepFacts] = {}
     for key in asked:
-        row = row_of(key[1], view.step(attempt, key)) if key in recent else sealed.row(key)
+        row = summarize_step(key[1], view.step(attempt, key)) if key in recent else sealed.row(key)
         if row is not None or key in dropped:
             found[key] = judge(key, row, dropped.get(key, {}))
     for key, ranks in damaged_steps(view, attempt).items():
@@ -163,11 +165,11 @@ def all_step_facts(
     return found
 
 
-def without_doubt(
+def mark_superseded(
     view: View, attempt: int, expected: Members, found: dict[StepKey, StepFacts]
 ) -> dict[StepKey, StepFacts]:
     """`found` of `attempt`, for who shows each step as the newest attempt has it."""
-    if not doubted(view, attempt):
+    if not may_be_superseded(view, attempt):
         return found
     return {key: facts.without(expected) for key, facts in found.items()}
 
@@ -189,7 +191,7 @@ def _dropped(view: View, attempt: int, asked: set[StepKey]) -> dict[StepKey, dic
     return found
 
 
-class _Judge:
+class _CompletenessCheck:
     """Who of the expected ranks is absent from a step."""
 
     def __init__(

@@ -16,16 +16,16 @@ from smdist.coordination.view.membership import (
     StepFacts,
     all_step_facts,
     expected_ranks,
-    lost_at,
     missing_ranks,
+    progress_of_lost_ranks,
 )
 from smdist.coordination.view.run_view import StepKey, View
 from smdist.coordination.view.status import StepReport
-from smdist.coordination.view.step_facts import damaged_steps, doubted, without_doubt
+from smdist.coordination.view.step_facts import damaged_steps, mark_superseded, may_be_superseded
 from smdist.format.intervals import Members
 from smdist.identity import ModeKeys
 
-__all__ = ["StepBook"]
+__all__ = ["StepIndex"]
 
 GLOBAL = ModeKeys.GLOBAL
 _WAITED_FOR = (MissingReason.LAGGING, MissingReason.NEVER_STARTED)
@@ -34,7 +34,7 @@ Reports = Mapping[int, Mapping[int, RankReport]]
 """Attempt -> rank -> how it stands."""
 
 
-class StepBook:
+class StepIndex:
     def __init__(self) -> None:
         self._facts: dict[StepKey, StepFacts] = {}
         self._numbers: dict[int, set[StepKey]] = {}
@@ -88,7 +88,7 @@ class StepBook:
 
     def _lost(self, view: View, attempt: int) -> bool:
         """Whether ranks were lost since the last time, or a lost one turned out to have come further."""
-        found = lost_at(view, attempt, self._expected[attempt])
+        found = progress_of_lost_ranks(view, attempt, self._expected[attempt])
         now = {rank: dict(passed) for rank, passed in found.items()}
         before, self._lost_at[attempt] = self._lost_at.get(attempt, {}), now
         return now != before
@@ -96,7 +96,7 @@ class StepBook:
     def _doubt(self, view: View, attempt: int) -> bool:
         """Whether that has changed since the last time."""
         before = self._doubted.get(attempt, False)
-        self._doubted[attempt] = doubted(view, attempt)
+        self._doubted[attempt] = may_be_superseded(view, attempt)
         return self._doubted[attempt] != before
 
     def _damage(self, view: View, attempt: int) -> set[StepKey]:
@@ -108,7 +108,7 @@ class StepBook:
     def _judge(self, view: View, attempt: int, keys: set[StepKey] | None) -> None:
         found = all_step_facts(view, attempt, self._expected[attempt], keys)
         self._keys.setdefault(attempt, set()).update(found)
-        found = without_doubt(view, attempt, self._expected[attempt], found)
+        found = mark_superseded(view, attempt, self._expected[attempt], found)
         for key, facts in found.items():
             old = self._facts.get(key)
             if old is None or old.attempt <= attempt:

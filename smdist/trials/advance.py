@@ -8,17 +8,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from smdist.coordination.columnar.chunks import NOTHING
+from smdist.coordination.columnar.chunks import NO_CHUNKS
 from smdist.coordination.columnar.drop_log import NO_DROPS
-from smdist.coordination.view.membership import StepFacts, all_step_facts, expected_ranks, lost_at
+from smdist.coordination.view.membership import (
+    StepFacts,
+    all_step_facts,
+    expected_ranks,
+    progress_of_lost_ranks,
+)
 from smdist.coordination.view.run_view import StepKey, View, merge
-from smdist.coordination.view.step_facts import damaged_steps, doubted, without_doubt
+from smdist.coordination.view.step_facts import damaged_steps, mark_superseded, may_be_superseded
 from smdist.format.intervals import Members, merge_intervals, to_intervals
 from smdist.format.layout import Layout
 from smdist.identity import worker_name
 from smdist.trials.catalogue import Catalogue, LayoutIndex
 
-__all__ = ["advance", "spoil", "touched_steps"]
+__all__ = ["advance", "mark_damaged", "touched_steps"]
 
 
 def advance(
@@ -47,10 +52,12 @@ def advance(
         if base is not None:
             touched |= _rebased(old.view, view, attempt)
         ranks = expected[attempt]
-        if lost_at(view, attempt, ranks) != lost_at(old.view, attempt, ranks):
+        if progress_of_lost_ranks(view, attempt, ranks) != progress_of_lost_ranks(
+            old.view, attempt, ranks
+        ):
             # They are missing at steps that nobody planned, from there on.
             touched |= {key for key, facts in old.steps.items() if not facts.planned}
-        if doubted(view, attempt) != doubted(old.view, attempt):
+        if may_be_superseded(view, attempt) != may_be_superseded(old.view, attempt):
             touched |= old.steps.keys()
         was, now_is = damaged_steps(old.view, attempt), damaged_steps(view, attempt)
         touched |= {key for key in {*was, *now_is} if was.get(key) != now_is.get(key)}
@@ -66,7 +73,7 @@ def advance(
     return _assessed(new, touched)
 
 
-def spoil(old: Catalogue, segment: str) -> Catalogue:
+def mark_damaged(old: Catalogue, segment: str) -> Catalogue:
     """The catalogue once it is known that not all of `segment` can be read."""
     new = replace(old, spoiled=old.spoiled | {segment})
     attempts = ((a, known) for a in new.expected for known in new.view.attempts.get(a, {}))
@@ -111,7 +118,7 @@ def _beyond(view: View, base: View) -> View:
 
 def _rebased(old: View, new: View, attempt: int) -> set[StepKey]:
     """Steps that may have changed with the snapshot."""
-    before, after = old.sealed.get(attempt, NOTHING), new.sealed.get(attempt, NOTHING)
+    before, after = old.sealed.get(attempt, NO_CHUNKS), new.sealed.get(attempt, NO_CHUNKS)
     touched = {
         (chunk.ref.mode, mode_step)
         for chunk in (*after.without(before), *before.without(after))
@@ -133,7 +140,7 @@ def _assess(catalogue: Catalogue, touched: set[StepKey]) -> dict[StepKey, StepFa
         expected = catalogue.expected[attempt]
         found = all_step_facts(catalogue.view, attempt, expected, rest)
         if catalogue.attempt is None:
-            found = without_doubt(catalogue.view, attempt, expected, found)
+            found = mark_superseded(catalogue.view, attempt, expected, found)
         chosen |= found
     return {
         key: facts.without(Members(to_intervals(catalogue.damaged(facts))))

@@ -32,7 +32,7 @@ from smdist.format.layout import Layout, TensorEntry
 from smdist.format.manifest import StepEntry
 from smdist.identity import ModeKeys
 
-__all__ = ["Catalogue", "Found", "LayoutIndex", "StepState"]
+__all__ = ["Catalogue", "LayoutIndex", "StepState", "TensorLocation"]
 
 GLOBAL = ModeKeys.GLOBAL
 
@@ -55,7 +55,7 @@ class LayoutIndex:
         self.positions = {tensor.name: place for place, tensor in enumerate(layout.tensors)}
 
 
-class Found(NamedTuple):
+class TensorLocation(NamedTuple):
     """Where a tensor of a step of a rank lies: `position` in `layout`, in the block of `entry`.
 
     `session` has written it, and no other.
@@ -86,7 +86,7 @@ class Catalogue:
 
     attempt: int | None = None
     range_steps: tuple[int | None, int | None] = (None, None)
-    patience: LivenessTimeouts = DEFAULT_TIMEOUTS
+    timeouts: LivenessTimeouts = DEFAULT_TIMEOUTS
     view: View = field(default_factory=View)
     layouts: Mapping[str, LayoutIndex] = field(default_factory=dict)
     expected: Mapping[int, Members] = field(default_factory=dict)
@@ -156,7 +156,7 @@ class Catalogue:
 
     @cached_property
     def _reports(self) -> dict[int, dict[int, RankReport]]:
-        return {a: rank_reports(self.view, a, self.now, self.patience) for a in self.attempts}
+        return {a: rank_reports(self.view, a, self.now, self.timeouts) for a in self.attempts}
 
     def reports(self, attempt: int) -> Mapping[int, RankReport]:
         return self._reports.get(attempt, {})
@@ -166,7 +166,7 @@ class Catalogue:
         """No rank may still write."""
         reports = [r for attempt in self._reports.values() for r in attempt.values()]
         if not reports:
-            return self.now - self.since > self.patience.lost_after_s
+            return self.now - self.since > self.timeouts.lost_after_s
         return not any(report.pending for report in reports)
 
     def missing(self, facts: StepFacts) -> dict[int, MissingReason]:
@@ -268,28 +268,30 @@ class Catalogue:
     def has(self, facts: StepFacts, name: str) -> bool:
         return any(name in self._positions(digest) for digest in facts.layouts)
 
-    def find(self, facts: StepFacts, name: str, rank: int) -> Found | None:
+    def find(self, facts: StepFacts, name: str, rank: int) -> TensorLocation | None:
         """The tensor as `rank` wrote it in that step; the newest, if it wrote it several times."""
         if not self.has(facts, name):
             return None
         blocks = self.view.blocks(facts.attempt, rank, facts.key)
         return self._find(name, facts.attempt, rank, blocks)
 
-    def _find(self, name: str, attempt: int, rank: int, blocks: Blocks) -> Found | None:
+    def _find(self, name: str, attempt: int, rank: int, blocks: Blocks) -> TensorLocation | None:
         for entry in reversed(blocks):
             if not entry.layout:
                 continue
             position = self._positions(entry.layout).get(name)
             if position is not None:
                 session = self.view.session(attempt, rank)
-                return Found(rank, session, entry, self.layouts[entry.layout].layout, position)
+                return TensorLocation(
+                    rank, session, entry, self.layouts[entry.layout].layout, position
+                )
         return None
 
-    def holders(self, facts: StepFacts, name: str) -> Iterator[Found]:
+    def holders(self, facts: StepFacts, name: str) -> Iterator[TensorLocation]:
         """The tensor of that step on every rank that has it, in order of rank."""
         yield from self.all_holders(facts, (name,))
 
-    def all_holders(self, facts: StepFacts, names: Iterable[str]) -> Iterator[Found]:
+    def all_holders(self, facts: StepFacts, names: Iterable[str]) -> Iterator[TensorLocation]:
         """So for each of `names`, in their order."""
         names = [name for name in names if self.has(facts, name)]
         if names:
@@ -300,7 +302,7 @@ class Catalogue:
                     if found is not None:
                         yield found
 
-    def first_holder(self, facts: StepFacts, name: str) -> Found | None:
+    def first_holder(self, facts: StepFacts, name: str) -> TensorLocation | None:
         if self.has(facts, name):
             for rank in facts.ranks:
                 found = self.find(facts, name, rank)

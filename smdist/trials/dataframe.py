@@ -10,8 +10,8 @@ from smdist.identity import ModeKeys, worker_name
 from smdist.trials.reductions import reduce_all, reduction_name
 
 if TYPE_CHECKING:
-    from smdist.trials.catalogue import Found
-    from smdist.trials.segment_reader import Reader
+    from smdist.trials.catalogue import TensorLocation
+    from smdist.trials.segment_reader import SegmentReader
 
 __all__ = ["REDUCTIONS", "Selected", "to_dataframe"]
 
@@ -25,10 +25,12 @@ class Selected(NamedTuple):
 
     number: int
     attempt: int
-    found: Found
+    found: TensorLocation
 
 
-def to_dataframe(reader: Reader, selected: Sequence[Selected], reductions: Sequence[str]) -> Any:
+def to_dataframe(
+    reader: SegmentReader, selected: Sequence[Selected], reductions: Sequence[str]
+) -> Any:
     try:
         import pandas as pd
     except ModuleNotFoundError as error:
@@ -46,7 +48,7 @@ def to_dataframe(reader: Reader, selected: Sequence[Selected], reductions: Seque
 
 
 def _rows(
-    reader: Reader, selected: Sequence[Selected], names: Sequence[str]
+    reader: SegmentReader, selected: Sequence[Selected], names: Sequence[str]
 ) -> Iterator[tuple[object, ...]]:
     found = [one.found for one in selected]
     reduced = reduce_all(found, names, reader)
@@ -68,5 +70,5 @@ def _rows(
         )
 
 
-def _is_scalar(one: Found) -> bool:
+def _is_scalar(one: TensorLocation) -> bool:
     return all(size == 1 for size in one.tensor.shape)

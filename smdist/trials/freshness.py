@@ -14,9 +14,16 @@ from typing import Literal
 from smdist.coordination.service.leadership import LeaseRecord
 from smdist.coordination.snapshot.head import Pointer
 
-__all__ = ["Care", "Sighting", "Trust", "least_age_s", "most_age_s", "trust"]
+__all__ = [
+    "PointerObservation",
+    "RefreshDepth",
+    "WriterState",
+    "fresh_for_s",
+    "stale_after_s",
+    "writer_state",
+]
 
-Care = Literal["opening", "following", "asked", "close", "sure"]
+RefreshDepth = Literal["opening", "following", "asked", "close", "sure"]
 """How closely a poll looks beyond a snapshot whose writer seems to be at work.
 
 "opening": it has stood still: at the manifests. "following", which is repeated: the same, now and
@@ -24,7 +31,7 @@ then. "asked", by a person: the same, each time. "close": at the manifests in an
 all that the ranks say.
 """
 
-Trust = Literal["fresh", "held", "gone"]
+WriterState = Literal["live", "idle", "gone"]
 """It has just moved; it stands still, and its writer may live; its writer has left or died."""
 
 _INTERVALS, _MARGIN_S = 3.0, 1.0
@@ -32,7 +39,7 @@ _LEASE_S = 5.0  # of a coordinator that writes seldom, the lease is looked at mo
 
 
 @dataclass
-class Sighting:
+class PointerObservation:
     """When the pointer was seen to move. `now` is monotonic, `wall` the time of day."""
 
     place: tuple[int, int] | None = None
@@ -51,17 +58,19 @@ class Sighting:
         return now - self._moved_at
 
 
-def least_age_s(pointer: Pointer) -> float:
+def fresh_for_s(pointer: Pointer) -> float:
     """As long as this nothing else needs to be known."""
     return min(pointer.interval_s, _LEASE_S)
 
 
-def most_age_s(pointer: Pointer) -> float:
+def stale_after_s(pointer: Pointer) -> float:
     """After this the manifests are to be looked at, whatever the lease says."""
     return _INTERVALS * pointer.interval_s + _MARGIN_S
 
 
-def trust(pointer: Pointer, age_s: float, lease: LeaseRecord | None, wall: float) -> Trust:
+def writer_state(
+    pointer: Pointer, age_s: float, lease: LeaseRecord | None, wall: float
+) -> WriterState:
     if lease is None or lease.released or abs(wall - lease.time) > lease.lease_s:
         return "gone"
-    return "fresh" if age_s <= most_age_s(pointer) else "held"
+    return "live" if age_s <= stale_after_s(pointer) else "idle"

@@ -23,7 +23,7 @@ from itertools import islice
 from typing import TypeVar
 
 from smdist.config.collection import Collection
-from smdist.coordination.view.membership import StepFacts, check_absent
+from smdist.coordination.view.membership import StepFacts, check_absent_ranks
 from smdist.coordination.view.run_view import StepKey, View
 from smdist.errors import (
     ConfigurationError,
@@ -47,15 +47,15 @@ from smdist.identity import ModeKeys, worker_name
 from smdist.storage import is_remote
 from smdist.storage import loop_thread as sync
 from smdist.storage.store import Store
-from smdist.trials.advance import advance, spoil, touched_steps
+from smdist.trials.advance import advance, mark_damaged, touched_steps
 from smdist.trials.arguments import plain_arguments
 from smdist.trials.catalogue import Catalogue, StepState
-from smdist.trials.freshness import Care
-from smdist.trials.run_loader import Loader
-from smdist.trials.segment_reader import GAP, REMOTE_GAP, Reader
-from smdist.trials.snapshot_cache import Snapshots
+from smdist.trials.freshness import RefreshDepth
+from smdist.trials.run_loader import RunLoader
+from smdist.trials.segment_reader import GAP, REMOTE_GAP, SegmentReader
+from smdist.trials.snapshot_cache import SnapshotCache
 
-__all__ = ["Follower", "no_refresh"]
+__all__ = ["LiveTrial", "no_refresh"]
 
 GLOBAL = ModeKeys.GLOBAL
 T = TypeVar("T")
@@ -66,18 +66,18 @@ _MOST_TOLD = 1000  # manifests of a rank that are missing, each by its name
 
 
 @plain_arguments
-class Follower:
+class LiveTrial:
     """Questions may come from several threads; `refresh` is one at a time."""
 
     def __init__(self, store: Store, catalogue: Catalogue) -> None:
         self.dynamic_refresh = True
         gap = REMOTE_GAP if is_remote(store.url) else GAP
-        self.reader = Reader(
+        self.reader = SegmentReader(
             store, sync.run, gap=gap, session=self._session_of, damaged=self._spoiled
         )
         self._store = store
-        self._snapshots = Snapshots(store, sync.run)
-        self._loader = Loader(store, self._snapshots)
+        self._snapshots = SnapshotCache(store, sync.run)
+        self._loader = RunLoader(store, self._snapshots)
         self._refreshing = threading.Lock()
         self._described: dict[str, Collection] = {}
         self._unreadable: dict[str, str] = {}
@@ -93,40 +93,40 @@ class Follower:
         """Move on to what the store holds now. Reads only what is new."""
         self._refresh("asked")
 
-    def _refresh(self, care: Care) -> None:
+    def _refresh(self, depth: RefreshDepth) -> None:
         with self._refreshing:
-            news = sync.run(self._loader.poll(care))
-            for key in news.mended:
+            update = sync.run(self._loader.poll(depth))
+            for key in update.recovered:
                 self._unreadable.pop(key, None)
-            self._unreadable.update(news.troubles)
-            self.reader.keep(news.attached)
-            if news.collections is not None:
-                described = news.collections.collections
+            self._unreadable.update(update.troubles)
+            self.reader.keep(update.attached)
+            if update.collections is not None:
+                described = update.collections.collections
                 self._described = {info.name: _collection(info) for info in described}
-            base = self.catalogue.view if news.base is None else news.base
-            self._warm(base, touched_steps(news.facts))
+            base = self.catalogue.view if update.base is None else update.base
+            self._warm(base, touched_steps(update.facts))
             catalogue = advance(
-                self.catalogue, news.facts, news.layouts, time.time(), base=news.base
+                self.catalogue, update.facts, update.layouts, time.time(), base=update.base
             )
-            check_absent(self._store.url, catalogue.view)
+            check_absent_ranks(self._store.url, catalogue.view)
             self.catalogue = catalogue
-            self._loader.told()
+            self._loader.confirm()
 
     def _spoiled(self, error: StoreError) -> None:
         """A segment is missing or damaged: what it has is not complete any more."""
         with self._refreshing:
             self._unreadable[error.key] = f"{error.key} cannot be read: {error}"
-            self.catalogue = spoil(self.catalogue, error.key)
+            self.catalogue = mark_damaged(self.catalogue, error.key)
 
     def troubles_of_objects(self) -> dict[str, str]:
         """By key: what could not be read, for good or until now."""
         absent: dict[str, str] = {}
         for attempt, rank, known in self.catalogue.view.ranks():
-            for seq in islice(known.lacking, _MOST_TOLD):
+            for seq in islice(known.missing_manifests, _MOST_TOLD):
                 key = manifest_key(worker_name(rank), attempt, seq)
                 absent[key] = f"{key} is missing, or could not be read"
-            if len(known.lacking) > _MOST_TOLD:
-                absent[key] += f"; so are {len(known.lacking) - _MOST_TOLD} after it"
+            if len(known.missing_manifests) > _MOST_TOLD:
+                absent[key] += f"; so are {len(known.missing_manifests) - _MOST_TOLD} after it"
         for attempt, rank, known in self.catalogue.view.ranks():
             key = session_key(worker_name(rank), attempt)
             if known.session is not None and not known.session.is_recorded:
@@ -143,7 +143,9 @@ class Follower:
         """Fetch together what finding tensors of these steps needs, rather than one by one."""
         self._warm(catalogue.view, ((one.attempt, one.key) for one in facts))
 
-    def check_read(self, catalogue: Catalogue, facts: StepFacts, rank: int | None = None) -> None:
+    def check_layouts_read(
+        self, catalogue: Catalogue, facts: StepFacts, rank: int | None = None
+    ) -> None:
         """Raise CorruptObject if it is not known what that step holds, as a layout cannot be read."""
         digest = catalogue.unread(facts, rank)
         if digest:
@@ -164,12 +166,12 @@ class Follower:
 
     def maybe_refresh(self, name: str | None = None) -> None:
         """Move on, unless `no_refresh` or the end of the job says that there is no need."""
-        self.move_on()
+        self.refresh_if_live()
 
-    def move_on(self, care: Care = "following") -> bool:
+    def refresh_if_live(self, depth: RefreshDepth = "following") -> bool:
         if self.catalogue.finished or not self.dynamic_refresh:
             return False
-        self._refresh(care)
+        self._refresh(depth)
         return True
 
     def ask(self, query: Callable[[Catalogue], T]) -> T:
@@ -177,11 +179,11 @@ class Follower:
         try:
             return query(self.catalogue)
         except StepNotYetAvailable:
-            if not self.move_on("close"):
+            if not self.refresh_if_live("close"):
                 raise
             self._check_same()
         except StepUnavailable:
-            if not self._loader.unsure or not self.move_on("sure"):
+            if not self._loader.snapshot_may_be_stale or not self.refresh_if_live("sure"):
                 raise
         return query(self.catalogue)
 
@@ -193,12 +195,12 @@ class Follower:
     def loaded_all_steps(self) -> bool:
         """The job has ended, every rank of it or it was lost, and all it wrote is in view."""
         if not self.catalogue.finished:
-            self.move_on()
+            self.refresh_if_live()
         return self.catalogue.finished
 
     def has_passed_step(self, step: int, mode: ModeKeys = GLOBAL) -> StepState:
         state = self.catalogue.state(step, mode)
-        if state is StepState.NOT_YET_AVAILABLE and self.move_on():
+        if state is StepState.NOT_YET_AVAILABLE and self.refresh_if_live():
             state = self.catalogue.state(step, mode)
         return state
 
@@ -217,7 +219,7 @@ class Follower:
         for step in required_steps:
             for _ in self._polls(deadline, f"step {step} of mode {mode.name}"):
                 state = self.catalogue.state(step, mode)
-                if state is StepState.UNAVAILABLE and self._loader.unsure:
+                if state is StepState.UNAVAILABLE and self._loader.snapshot_may_be_stale:
                     self._refresh("sure")
                     state = self.catalogue.state(step, mode)
                 if state is StepState.AVAILABLE:
@@ -235,7 +237,7 @@ class Follower:
         for _ in self._polls(_deadline(timeout_s), f"a step from {step} on"):
             found = self.catalogue.next_step(step, mode)
             if found is None:
-                if self.catalogue.finished and not self._loader.unsure:
+                if self.catalogue.finished and not self._loader.snapshot_may_be_stale:
                     break
             elif self.catalogue.state(found, mode) is StepState.AVAILABLE:
                 return found
@@ -271,9 +273,11 @@ def _deadline(timeout_s: float | None) -> float:
 
 
 @contextmanager
-def no_refresh(trials: Follower | Iterable[Follower]) -> Iterator[Follower | Iterable[Follower]]:
+def no_refresh(
+    trials: LiveTrial | Iterable[LiveTrial],
+) -> Iterator[LiveTrial | Iterable[LiveTrial]]:
     """Keep trials where they are, whatever is asked of them within."""
-    every = [trials] if isinstance(trials, Follower) else list(trials)
+    every = [trials] if isinstance(trials, LiveTrial) else list(trials)
     before = [trial.dynamic_refresh for trial in every]
     for trial in every:
         trial.dynamic_refresh = False

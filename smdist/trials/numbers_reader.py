@@ -1,4 +1,4 @@
-"""Numbers that travelled in manifests, read by the session: one request instead of one per manifest.
+"""InlineValues that travelled in manifests, read by the session: one request instead of one per manifest.
 
 A merged snapshot says in which manifest a number lies; a rank that has ended has left a summary with
 all of them. A rank that lives has none yet, and that of a long session leaves its numbers where they
@@ -16,7 +16,7 @@ from smdist.format.manifest_spans import SPAN_LENGTHS
 from smdist.format.stored_json import decode, read
 from smdist.storage.store import Store
 
-__all__ = ["Numbers", "SessionOf", "span_of", "summary_of"]
+__all__ = ["InlineValues", "SessionOf", "span_of", "summary_of"]
 
 SessionOf = Callable[[str], str]
 """The session that has written the manifest of that key; "" where that is not known."""
@@ -44,7 +44,7 @@ def _key(manifest: RankManifest) -> str:
     return manifest_key(manifest.worker, manifest.attempt, manifest.seq)
 
 
-class Numbers:
+class InlineValues:
     """On the event loop that owns the store."""
 
     def __init__(

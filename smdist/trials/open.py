@@ -54,7 +54,7 @@ def create_trial(
     catalogue = Catalogue(
         attempt=attempt,
         range_steps=_range(range_steps),
-        patience=LivenessTimeouts(lost_after_s, lagging_after_s),
+        timeouts=LivenessTimeouts(lost_after_s, lagging_after_s),
     )
     store = open_store(text, deadline_s=_DEADLINE_S, concurrency=AT_ONCE)
     deadline = time.monotonic() + wait_s

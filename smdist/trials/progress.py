@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from smdist.coordination.view.run_view import RankView
 from smdist.format.intervals import Intervals, Members, merge_intervals, subtract, to_intervals
 
-__all__ = ["Progress", "progress_of"]
+__all__ = ["ReadCursor", "cursor_of"]
 
 
 @dataclass
-class Progress:
+class ReadCursor:
     """How far the manifests of one rank in one attempt were read."""
 
     upto: int = 0  # every seq below was read
@@ -52,10 +52,10 @@ class Progress:
                 self.upto, self.merged = max(self.upto, self.merged[0][1]), self.merged[1:]
 
 
-def progress_of(known: RankView) -> Progress:
+def cursor_of(known: RankView) -> ReadCursor:
     whole = known.seen[:1] if known.seen and known.seen[0][0] == 0 else ()
     upto = whole[0][1] if whole else 0
     final = known.head is not None and known.head.state == "ended"
     recorded = known.session is not None and known.session.is_recorded
     session = known.session.session if known.session is not None and recorded else ""
-    return Progress(upto, set(), final, session, not recorded, known.seen[len(whole) :])
+    return ReadCursor(upto, set(), final, session, not recorded, known.seen[len(whole) :])

@@ -19,8 +19,8 @@ from smdist.kernel.tensor_stats import (
     measure,
     merge_rows,
 )
-from smdist.trials.catalogue import Found
-from smdist.trials.segment_reader import Array, Reader, Row
+from smdist.trials.catalogue import TensorLocation
+from smdist.trials.segment_reader import Array, SegmentReader, StatisticsRow
 
 __all__ = ["merged", "reduce_all", "reduction_name", "saved_reductions"]
 
@@ -36,9 +36,11 @@ def reduction_name(name: str, absolute: bool = False) -> str:
     return canonical_reduction(f"abs_{name}" if absolute and not name.startswith("abs_") else name)
 
 
-def _measured(found: Sequence[Found], names: Sequence[str], reader: Reader) -> list[Row | None]:
+def _measured(
+    found: Sequence[TensorLocation], names: Sequence[str], reader: SegmentReader
+) -> list[StatisticsRow | None]:
     """Statistics that suffice for `names`, of each; None where neither those nor raw were saved."""
-    rows: list[Row | None] = [None] * len(found)
+    rows: list[StatisticsRow | None] = [None] * len(found)
     saved = [place for place, one in enumerate(found) if _suffices(one, names)]
     for place, row in zip(saved, reader.rows([found[i] for i in saved]), strict=True):
         rows[place] = row
@@ -49,20 +51,20 @@ def _measured(found: Sequence[Found], names: Sequence[str], reader: Reader) -> l
     return rows
 
 
-def _measure(value: Array, columns: tuple[str, ...]) -> Row | None:
+def _measure(value: Array, columns: tuple[str, ...]) -> StatisticsRow | None:
     try:
         return columns, measure(value, columns)
     except ValueError:
         return None  # complex numbers have no order, so no statistics
 
 
-def _suffices(one: Found, names: Sequence[str]) -> bool:
+def _suffices(one: TensorLocation, names: Sequence[str]) -> bool:
     columns = [c for c in one.layout.columns if c not in one.tensor.unmeasured]
     return one.tensor.row >= 0 and all(derivable(name, columns) for name in names)
 
 
 def reduce_all(
-    found: Sequence[Found], names: Sequence[str], reader: Reader
+    found: Sequence[TensorLocation], names: Sequence[str], reader: SegmentReader
 ) -> list[dict[str, np.float64] | None]:
     """The reductions `names` (canonical) of each; None where nothing to compute them from is."""
     return [
@@ -71,7 +73,7 @@ def reduce_all(
     ]
 
 
-def merged(found: Sequence[Found], name: str, reader: Reader) -> np.float64 | None:
+def merged(found: Sequence[TensorLocation], name: str, reader: SegmentReader) -> np.float64 | None:
     """One reduction of all of `found` together, as if they were one tensor."""
     needed = columns_for([name])
     if derivable(name, (*COLUMNS, "prod")):
@@ -87,7 +89,7 @@ def merged(found: Sequence[Found], name: str, reader: Reader) -> np.float64 | No
     return _float(derive(measure(every, needed), needed, name))
 
 
-def saved_reductions(found: Found, reader: Reader) -> dict[str, np.float64]:
+def saved_reductions(found: TensorLocation, reader: SegmentReader) -> dict[str, np.float64]:
     """All that derives from the saved statistics, raw values untouched."""
     if found.tensor.row < 0:
         return {}

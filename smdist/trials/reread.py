@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 
 from smdist.concurrency import bounded_gather
 from smdist.coordination.columnar.blocks import Blocks
-from smdist.coordination.columnar.building import empty, extended
+from smdist.coordination.columnar.building import empty_columns, extend_columns
 from smdist.coordination.columnar.chunks import Chunk
 from smdist.coordination.columnar.columns import Columns
-from smdist.coordination.columnar.drop_log import Content, Drop, DropBatch
+from smdist.coordination.columnar.drop_log import Drop, DropBatch, DropsByRank
 from smdist.coordination.view.run_view import View, add
 from smdist.errors import CorruptObject, ObjectNotFound
 from smdist.format.inline_segment import extract_segment
@@ -24,10 +24,10 @@ from smdist.format.stored_json import read
 from smdist.identity import worker_name
 from smdist.storage.store import Store
 
-__all__ = ["Rereading"]
+__all__ = ["ManifestFallback"]
 
 
-class Rereading:
+class ManifestFallback:
     """On the event loop that owns the store."""
 
     def __init__(
@@ -57,9 +57,9 @@ class Rereading:
                 blocks = () if known is None else known.steps.get(key, ())
                 if blocks:
                     news.setdefault(mode_step, {})[rank] = blocks
-        return extended(empty(chunk.attempt, chunk.ref.mode), news)
+        return extend_columns(empty_columns(chunk.attempt, chunk.ref.mode), news)
 
-    async def drops(self, batch: DropBatch) -> Content:
+    async def drops(self, batch: DropBatch) -> DropsByRank:
         attempt = int(batch.ref.key.rsplit("-", 2)[1])
         wanted = [
             (key, rank)

@@ -1,6 +1,6 @@
 """Reads tensor data out of segments, by ranges.
 
-`plan_reads` is pure: ranges of one object that lie near each other become one request. `Reader`
+`plan_reads` is pure: ranges of one object that lie near each other become one request. `SegmentReader`
 carries it out, some requests at a time, on the event loop that owns the store, or in the thread of
 the caller if the store is a directory; checking and decoding always happen there. Small things of a block (its checksums, its
 statistics) are read whole and kept, as the next question is likely about them.
@@ -31,23 +31,23 @@ from smdist.format.block import (
     tensor_ranges,
 )
 from smdist.storage.store import HasBlockingRead, Store
-from smdist.trials.catalogue import Found
-from smdist.trials.numbers_reader import Numbers, SessionOf, span_of, summary_of
+from smdist.trials.catalogue import TensorLocation
+from smdist.trials.numbers_reader import InlineValues, SessionOf, span_of, summary_of
 
 __all__ = [
     "AT_ONCE",
     "GAP",
     "REMOTE_GAP",
     "Array",
-    "Range",
-    "Reader",
-    "Request",
-    "Row",
+    "ObjectRange",
+    "ReadRequest",
+    "SegmentReader",
+    "StatisticsRow",
     "plan_reads",
 ]
 
 Array = np.ndarray[Any, np.dtype[Any]]
-Row = tuple[tuple[str, ...], Array]
+StatisticsRow = tuple[tuple[str, ...], Array]
 """Columns of the statistics, and their values."""
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ _SUMMARIES = 8  # at once: they may be long
 AT_ONCE = 64  # requests: a tensor of a thousand ranks lies in as many objects
 
 
-class Range(NamedTuple):
+class ObjectRange(NamedTuple):
     key: str
     start: int
     stop: int
@@ -71,21 +71,23 @@ class Range(NamedTuple):
         return self.stop - self.start
 
 
-class Request(NamedTuple):
+class ReadRequest(NamedTuple):
     """One request, and which of the wanted ranges (by their place in the list) it covers."""
 
-    range: Range
+    range: ObjectRange
     members: tuple[int, ...]
 
 
-def plan_reads(wanted: Sequence[Range], gap: int = GAP, span: int = SPAN) -> list[Request]:
+def plan_reads(
+    wanted: Sequence[ObjectRange], gap: int = GAP, span: int = SPAN
+) -> list[ReadRequest]:
     """Requests that cover `wanted`. Ranges up to `gap` apart share one of at most `span` bytes.
 
     A range is never split, so one larger than `span` is a request of its own size.
     """
-    requests: list[Request] = []
+    requests: list[ReadRequest] = []
     members: list[int] = []
-    current: Range | None = None
+    current: ObjectRange | None = None
     for place in sorted(range(len(wanted)), key=wanted.__getitem__):
         new = wanted[place]
         if current is not None:
@@ -95,14 +97,14 @@ def plan_reads(wanted: Sequence[Range], gap: int = GAP, span: int = SPAN) -> lis
                 current = current._replace(stop=stop)
                 members.append(place)
                 continue
-            requests.append(Request(current, tuple(members)))
+            requests.append(ReadRequest(current, tuple(members)))
         current, members = new, [place]
     if current is not None:
-        requests.append(Request(current, tuple(members)))
+        requests.append(ReadRequest(current, tuple(members)))
     return requests
 
 
-Take = Callable[[Request, bytes], None]
+Take = Callable[[ReadRequest, bytes], None]
 _ATTACHED = "manifests/"  # a segment that came in its manifest bears the key of that
 
 
@@ -119,18 +121,18 @@ class _Cache:
     limit: int
 
     def __post_init__(self) -> None:
-        self._items: OrderedDict[Range | str, bytes] = OrderedDict()
+        self._items: OrderedDict[ObjectRange | str, bytes] = OrderedDict()
         self._lock = Lock()
         self._nbytes = 0
 
-    def get(self, key: Range | str) -> bytes | None:
+    def get(self, key: ObjectRange | str) -> bytes | None:
         with self._lock:
             data = self._items.get(key)
             if data is not None:
                 self._items.move_to_end(key)
             return data
 
-    def put(self, key: Range | str, data: bytes) -> None:
+    def put(self, key: ObjectRange | str, data: bytes) -> None:
         with self._lock:
             if key in self._items or len(data) > self.limit // 8:
                 return
@@ -141,7 +143,7 @@ class _Cache:
                 self._nbytes -= len(old)
 
 
-class Reader:
+class SegmentReader:
     def __init__(
         self,
         store: Store,
@@ -161,7 +163,7 @@ class Reader:
         self._concurrency = concurrency
         self._cache = _Cache(cache_bytes)
         self.troubles: dict[str, str] = {}  # objects that others say the same as
-        self._numbers = Numbers(store, self.troubles, session)
+        self._numbers = InlineValues(store, self.troubles, session)
         self._damaged = damaged
 
     def keep(self, attached: Mapping[str, bytes]) -> None:
@@ -177,12 +179,12 @@ class Reader:
             self._damaged(error)
             raise
 
-    def values(self, found: Sequence[Found]) -> list[Array]:
+    def values(self, found: Sequence[TensorLocation]) -> list[Array]:
         """The raw tensors, checksums verified. All of `found` must have raw bytes."""
         with self._telling():
             return [value for batch in _batches(found) for value in self._values(batch)]
 
-    def _values(self, found: Sequence[Found]) -> list[Array]:
+    def _values(self, found: Sequence[TensorLocation]) -> list[Array]:
         spans = [tensor_ranges(one.layout, one.tensor) for one in found]
         return [
             # A copy, so that the array is writable and keeps nothing else alive.
@@ -190,9 +192,9 @@ class Reader:
             for one, data, checksum in self._read(found, spans)
         ]
 
-    def warm(self, found: Sequence[Found]) -> None:
+    def warm(self, found: Sequence[TensorLocation]) -> None:
         """Read ahead, so that `values` of these finds them in the cache, as far as it goes."""
-        wanted: list[Range] = []
+        wanted: list[ObjectRange] = []
         room = self._cache.limit
         for one in found:
             data, checksum, _ = _parts(one, tensor_ranges(one.layout, one.tensor))
@@ -203,15 +205,15 @@ class Reader:
         with self._telling():
             self._fetch(wanted)
 
-    def rows(self, found: Sequence[Found]) -> list[Row]:
+    def rows(self, found: Sequence[TensorLocation]) -> list[StatisticsRow]:
         """What was measured of each. All of `found` must have a row in the statistics."""
         with self._telling():
             return self._rows(found)
 
-    def _rows(self, found: Sequence[Found]) -> list[Row]:
+    def _rows(self, found: Sequence[TensorLocation]) -> list[StatisticsRow]:
         spans = [statistics_ranges(one.layout) for one in found]
         matrices: dict[tuple[str, int], Array] = {}
-        rows: list[Row] = []
+        rows: list[StatisticsRow] = []
         for one, data, checksum in self._read(found, spans):
             block = (one.entry.segment, one.entry.offset)
             if block not in matrices:
@@ -224,22 +226,22 @@ class Reader:
             rows.append(row)
         return rows
 
-    def _place(self, one: Found) -> ObjectLocation:
+    def _place(self, one: TensorLocation) -> ObjectLocation:
         return ObjectLocation(self._store.url, one.entry.segment)
 
     def _read(
-        self, found: Sequence[Found], spans: Sequence[DataRanges | None]
-    ) -> Iterator[tuple[Found, bytes, bytes]]:
+        self, found: Sequence[TensorLocation], spans: Sequence[DataRanges | None]
+    ) -> Iterator[tuple[TensorLocation, bytes, bytes]]:
         """The bytes and the checksum of each; a block's checksums are read together if few."""
         parts = [_parts(one, span) for one, span in zip(found, spans, strict=True)]
         data = self._fetch([want for part in parts for want in part[:2]])
         for place, (one, (_, _, at)) in enumerate(zip(found, parts, strict=True)):
             yield one, data[2 * place], data[2 * place + 1][at : at + 4]
 
-    def _fetch(self, wanted: Sequence[Range]) -> list[bytes]:
+    def _fetch(self, wanted: Sequence[ObjectRange]) -> list[bytes]:
         """The bytes of each range, from the cache or by as few requests as `plan_reads` finds."""
-        data: dict[Range, bytes] = {}
-        absent: list[Range] = []
+        data: dict[ObjectRange, bytes] = {}
+        absent: list[ObjectRange] = []
         for want in dict.fromkeys(wanted):
             kept = self._cache.get(want) if want.nbytes else b""
             if kept is None:
@@ -247,7 +249,7 @@ class Reader:
             else:
                 data[want] = kept
 
-        def take(request: Request, got: bytes) -> None:
+        def take(request: ReadRequest, got: bytes) -> None:
             if len(got) != request.range.nbytes:
                 detail = f"ends early: {len(got)} of {request.range.nbytes} bytes"
                 raise CorruptObject(self._store.url, request.range.key, "read", detail)
@@ -265,10 +267,12 @@ class Reader:
             self._run(self._request(requests, take))
         return [data[want] for want in wanted]
 
-    def _read_here(self, store: HasBlockingRead, requests: Sequence[Request], take: Take) -> None:
+    def _read_here(
+        self, store: HasBlockingRead, requests: Sequence[ReadRequest], take: Take
+    ) -> None:
         """Object by object; if many, some at once, as the disk of a directory may be far away."""
 
-        def read(key: str, group: Sequence[Request]) -> None:
+        def read(key: str, group: Sequence[ReadRequest]) -> None:
             if not key.startswith(_ATTACHED):
                 found = store.read(key, [(one.range.start, one.range.stop) for one in group])
             else:
@@ -289,15 +293,15 @@ class Reader:
             for _ in pool.map(read, *zip(*by_key, strict=True)):
                 pass  # raises what a thread met
 
-    async def _request(self, requests: Sequence[Request], take: Take) -> None:
+    async def _request(self, requests: Sequence[ReadRequest], take: Take) -> None:
         gate, few = asyncio.Semaphore(self._concurrency), asyncio.Semaphore(_SUMMARIES)
 
-        async def carry_out(request: Request) -> None:
+        async def carry_out(request: ReadRequest) -> None:
             async with gate:
                 got = await self._get(*request.range)
             take(request, got)
 
-        async def found_in(summary: str, group: Sequence[Request]) -> list[Request]:
+        async def found_in(summary: str, group: Sequence[ReadRequest]) -> list[ReadRequest]:
             """What it does not hold is left."""
             async with few:
                 known = await self._numbers.load(summary)
@@ -307,12 +311,12 @@ class Reader:
                         take(one, known[one.range.key][one.range.start : one.range.stop])
             return [one for one in group if one.range.key not in known]
 
-        async def of_span(span: str, group: Sequence[Request]) -> None:
+        async def of_span(span: str, group: Sequence[ReadRequest]) -> None:
             rest = await found_in(span, group) if _several(group) else group
             await asyncio.gather(*map(carry_out, rest))
 
-        async def of_session(summary: str, group: Sequence[Request]) -> None:
-            spans: dict[str, list[Request]] = {}
+        async def of_session(summary: str, group: Sequence[ReadRequest]) -> None:
+            spans: dict[str, list[ReadRequest]] = {}
             for one in await found_in(summary, group):
                 spans.setdefault(span_of(one.range.key), []).append(one)
             await asyncio.gather(*(of_span(span, some) for span, some in spans.items()))
@@ -332,9 +336,9 @@ class Reader:
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
 
-    def _by_summary(self, requests: Sequence[Request]) -> dict[str, list[Request]]:
+    def _by_summary(self, requests: Sequence[ReadRequest]) -> dict[str, list[ReadRequest]]:
         """By the summary that has it too; "" for what is no number, or is here already."""
-        found: dict[str, list[Request]] = {}
+        found: dict[str, list[ReadRequest]] = {}
         for request in requests:
             key = request.range.key
             here = key.startswith(_ATTACHED) and self._cache.get(key) is not None
@@ -351,13 +355,13 @@ class Reader:
         return whole[start:stop]
 
 
-def _several(requests: Sequence[Request]) -> bool:
+def _several(requests: Sequence[ReadRequest]) -> bool:
     return len({one.range.key for one in requests}) > 1
 
 
-def _batches(found: Sequence[Found]) -> Iterator[list[Found]]:
+def _batches(found: Sequence[TensorLocation]) -> Iterator[list[TensorLocation]]:
     """So many at a time that what was fetched but not decoded yet stays small."""
-    batch: list[Found] = []
+    batch: list[TensorLocation] = []
     nbytes = 0
     for one in found:
         if batch and nbytes + one.tensor.nbytes > BATCH:
@@ -369,13 +373,17 @@ def _batches(found: Sequence[Found]) -> Iterator[list[Found]]:
         yield batch
 
 
-def _parts(one: Found, spans: DataRanges | None) -> tuple[Range, Range, int]:
+def _parts(one: TensorLocation, spans: DataRanges | None) -> tuple[ObjectRange, ObjectRange, int]:
     """The range of the data, that of the checksum, and where the latter is in what it reads."""
     if spans is None:
         raise ValueError(f"{one.tensor.name!r} has no such data in this block")
     key, offset = one.entry.segment, one.entry.offset
     table, size = one.layout.checksums_offset, one.layout.checksums_nbytes
-    data = Range(key, *spans.data.shifted(offset))
+    data = ObjectRange(key, *spans.data.shifted(offset))
     if size > GAP:
-        return data, Range(key, *spans.checksum.shifted(offset)), 0
-    return data, Range(key, table + offset, table + offset + size), spans.checksum.start - table
+        return data, ObjectRange(key, *spans.checksum.shifted(offset)), 0
+    return (
+        data,
+        ObjectRange(key, table + offset, table + offset + size),
+        spans.checksum.start - table,
+    )

@@ -17,18 +17,18 @@ from threading import Lock
 
 from smdist.concurrency import bounded_gather
 from smdist.coordination.columnar.blocks import Blocks
-from smdist.coordination.columnar.building import empty, extended
+from smdist.coordination.columnar.building import empty_columns, extend_columns
 from smdist.coordination.columnar.chunks import Chunk
 from smdist.coordination.columnar.columns import Columns
-from smdist.coordination.columnar.drop_log import Content, DropBatch
+from smdist.coordination.columnar.drop_log import DropBatch, DropsByRank
 from smdist.coordination.service.leadership import ClaimId, LeaseRecord
-from smdist.coordination.snapshot.head import POINTER_KEY, Head, Pointer
+from smdist.coordination.snapshot.head import POINTER_KEY, Pointer, SnapshotHead
 from smdist.coordination.snapshot.load import (
     load_columns,
     load_drops,
     load_head,
     load_layouts,
-    view_of,
+    view_of_head,
 )
 from smdist.coordination.view.run_view import View
 from smdist.errors import CorruptObject, ObjectNotFound, StoreError
@@ -36,11 +36,11 @@ from smdist.format.intervals import Members
 from smdist.format.layout import Layout
 from smdist.format.stored_json import read
 from smdist.storage.store import Store
-from smdist.trials.freshness import Sighting, Trust, least_age_s, trust
-from smdist.trials.reread import Rereading
+from smdist.trials.freshness import PointerObservation, WriterState, fresh_for_s, writer_state
+from smdist.trials.reread import ManifestFallback
 from smdist.trials.segment_reader import Run
 
-__all__ = ["Snapshot", "Snapshots"]
+__all__ = ["Snapshot", "SnapshotCache"]
 
 _UNPACKED = 3  # columns in memory are about that much larger than stored
 
@@ -58,7 +58,7 @@ class Snapshot:
 
 
 @dataclass
-class Snapshots:
+class SnapshotCache:
     store: Store
     run: Run
     cache_bytes: int = 256 << 20
@@ -68,14 +68,16 @@ class Snapshots:
 
     def __post_init__(self) -> None:
         self._current: Snapshot | None = None
-        self._sighting = Sighting()
+        self._observation = PointerObservation()
         self._chunks: dict[str, Chunk] = {}
         self._packs: tuple[str, ...] = ()
-        self._drops: dict[str, Content] = {}
+        self._drops: dict[str, DropsByRank] = {}
         self._columns: OrderedDict[str, Columns] = OrderedDict()
         self._nbytes = 0
         self._lock = Lock()
-        self._rereading = Rereading(self.store, self._session, self.troubles, self.concurrency)
+        self._rereading = ManifestFallback(
+            self.store, self._session, self.troubles, self.concurrency
+        )
 
     async def newest(self, run_id: str) -> Snapshot | None:
         """The snapshot that the pointer names; the one before if that cannot be read.
@@ -91,7 +93,7 @@ class Snapshots:
         elif current is None or _order(pointer) > _order(current.pointer):
             self._current = await self._load(pointer, run_id) or current
         if self._current is not None and self._current.pointer == pointer:
-            self._sighting.saw(pointer, self.clock(), time.time())
+            self._observation.saw(pointer, self.clock(), time.time())
         return self._current
 
     def _session(self, attempt: int, rank: int) -> str:
@@ -116,7 +118,7 @@ class Snapshots:
             # The manifests say the same.
             self.troubles[pointer.head] = f"{pointer.head} was passed over: {error}"
             return None
-        view = view_of(head, self.columns, self.drops, self._chunks)
+        view = view_of_head(head, self.columns, self.drops, self._chunks)
         self._chunks = {
             chunk.ref.key: chunk for sealed in view.sealed.values() for chunk in sealed.chunks
         }
@@ -125,13 +127,13 @@ class Snapshots:
         self._packs = head.layout_packs
         return Snapshot(pointer, head.writer, view, layouts)
 
-    async def trust(self, snapshot: Snapshot) -> Trust:
+    async def writer_state(self, snapshot: Snapshot) -> WriterState:
         """Whether what it does not say was there a moment ago."""
-        pointer, age_s = snapshot.pointer, self._sighting.age_s(self.clock())
+        pointer, age_s = snapshot.pointer, self._observation.age_s(self.clock())
         if not pointer.interval_s:  # whoever wrote it did not stay
             return "gone"
-        if age_s <= least_age_s(pointer):
-            return "fresh"
+        if age_s <= fresh_for_s(pointer):
+            return "live"
         try:
             lease = await read(self.store, snapshot.lease_key, LeaseRecord)
         except ObjectNotFound:
@@ -139,7 +141,7 @@ class Snapshots:
         except CorruptObject as error:
             self.troubles[error.key] = f"{error.key} was passed over: {error}"
             lease = None
-        return trust(pointer, age_s, lease, time.time())
+        return writer_state(pointer, age_s, lease, time.time())
 
     # -- columns -----------------------------------------------------------------------------
 
@@ -147,13 +149,13 @@ class Snapshots:
         kept = self._kept(chunk.ref.key)
         return kept if kept is not None else self.run(self._fetch(chunk))
 
-    def drops(self, batch: DropBatch) -> Content:
+    def drops(self, batch: DropBatch) -> DropsByRank:
         key = batch.ref.key
         if key not in self._drops:
             self._drops[key] = self.run(self._fetch_drops(batch))
         return self._drops[key]
 
-    async def _fetch_drops(self, batch: DropBatch) -> Content:
+    async def _fetch_drops(self, batch: DropBatch) -> DropsByRank:
         try:
             return await load_drops(self.store, batch.ref.key)
         except (ObjectNotFound, CorruptObject) as error:
@@ -217,7 +219,7 @@ class Snapshots:
                 known = Members(gone.rows[mode_step].ranks)
                 step = columns.step(mode_step)
                 news[mode_step] = {r: blocks for r, blocks in step.items() if r in known}
-        return extended(empty(gone.attempt, gone.ref.mode), news)
+        return extend_columns(empty_columns(gone.attempt, gone.ref.mode), news)
 
     def _kept(self, key: str) -> Columns | None:
         with self._lock:
@@ -238,7 +240,7 @@ def _has_all(columns: Columns, chunk: Chunk) -> bool:
     )
 
 
-def _overlapping(head: Head, gone: Chunk) -> list[Chunk]:
+def _overlapping(head: SnapshotHead, gone: Chunk) -> list[Chunk]:
     return [
         chunk
         for row in head.attempts

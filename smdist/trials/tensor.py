@@ -18,7 +18,7 @@ from smdist.trials.reductions import merged, reduce_all, reduction_name, saved_r
 
 if TYPE_CHECKING:
     from smdist.coordination.view.membership import StepFacts
-    from smdist.trials.catalogue import Catalogue, Found
+    from smdist.trials.catalogue import Catalogue, TensorLocation
     from smdist.trials.segment_reader import Array
     from smdist.trials.trial import Trial, Worker
 
@@ -190,7 +190,7 @@ class Tensor:
     # -- finding -----------------------------------------------------------------------------
 
     def _no_reduction(
-        self, name: str, step_num: int, mode: ModeKeys, found: list[Found]
+        self, name: str, step_num: int, mode: ModeKeys, found: list[TensorLocation]
     ) -> TensorUnavailableForStep:
         if any(one.tensor.offset >= 0 for one in found):
             detail = (
@@ -202,7 +202,9 @@ class Tensor:
         detail = f"neither the raw tensor nor {name!r} was saved"
         return TensorUnavailableForStep(self.name, step_num, mode, False, detail if saved else "")
 
-    def _over_steps(self, mode: ModeKeys, worker: Worker, incomplete: bool) -> dict[int, Found]:
+    def _over_steps(
+        self, mode: ModeKeys, worker: Worker, incomplete: bool
+    ) -> dict[int, TensorLocation]:
         catalogue = self.trial.catalogue
         rank = None if worker is None else self.trial.rank_of(worker)
         if rank is None:
@@ -216,15 +218,19 @@ class Tensor:
         for number, facts in catalogue.of_mode(mode).items():
             asked = rank is not None or incomplete or facts.complete
             if asked and every.get(number) is None:
-                self.trial.check_read(catalogue, facts, rank)
+                self.trial.check_layouts_read(catalogue, facts, rank)
         return {number: one for number, one in every.items() if one is not None}
 
-    def locate(self, step_num: int, mode: ModeKeys = GLOBAL, worker: Worker = None) -> Found:
+    def locate(
+        self, step_num: int, mode: ModeKeys = GLOBAL, worker: Worker = None
+    ) -> TensorLocation:
         """Where it lies at a step, and what of it was saved."""
         rank = None if worker is None else self.trial.rank_of(worker)
         return self.trial.ask(lambda catalogue: self._find(catalogue, step_num, mode, rank))
 
-    def _find(self, catalogue: Catalogue, step_num: int, mode: ModeKeys, rank: int | None) -> Found:
+    def _find(
+        self, catalogue: Catalogue, step_num: int, mode: ModeKeys, rank: int | None
+    ) -> TensorLocation:
         facts = catalogue.require(step_num, mode)
         if rank is None:
             found = catalogue.first_holder(facts, self.name)
@@ -234,7 +240,7 @@ class Tensor:
             coming = catalogue.may_still_write(facts, rank)
         if found is not None:
             return found
-        self.trial.check_read(catalogue, facts, rank)
+        self.trial.check_layouts_read(catalogue, facts, rank)
         if coming:
             raise StepNotYetAvailable(step_num, mode)
         raise self._absent(catalogue, facts, step_num, mode, rank)
@@ -253,12 +259,12 @@ class Tensor:
         detail = ", ".join(f"{worker_name(r)}: {reason}" for r, reason in missing.items())
         return TensorUnavailableForStep(self.name, step_num, mode, False, detail)
 
-    def _holders(self, step_num: int, mode: ModeKeys, partial: bool) -> list[Found]:
-        def query(catalogue: Catalogue) -> list[Found]:
+    def _holders(self, step_num: int, mode: ModeKeys, partial: bool) -> list[TensorLocation]:
+        def query(catalogue: Catalogue) -> list[TensorLocation]:
             facts = catalogue.require(step_num, mode)
             found = list(catalogue.holders(facts, self.name))
             if not (found and partial):
-                self.trial.check_read(catalogue, facts)
+                self.trial.check_layouts_read(catalogue, facts)
             if found and (partial or facts.complete):
                 return found
             if not catalogue.settled(facts):

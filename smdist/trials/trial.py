@@ -29,7 +29,7 @@ from smdist.storage import loop_thread as sync
 from smdist.trials.arguments import plain_arguments
 from smdist.trials.catalogue import Catalogue
 from smdist.trials.dataframe import REDUCTIONS, Selected, to_dataframe
-from smdist.trials.live import Follower
+from smdist.trials.live import LiveTrial
 from smdist.trials.report import AttemptInfo, DroppedTensors, attempt_info, describe, dropped
 from smdist.trials.segment_reader import Array
 from smdist.trials.tensor import Tensor
@@ -44,7 +44,7 @@ Worker = Union[str, int, None]  # noqa: UP007 (3.10)
 
 
 @plain_arguments
-class Trial(Follower):
+class Trial(LiveTrial):
     """Made by `create_trial`."""
 
     def __init__(self, store: Store, name: str, path: str, catalogue: Catalogue) -> None:
@@ -95,7 +95,7 @@ class Trial(Follower):
                 names &= self._members(self.catalogue, collection)
             return sorted(names)
 
-        return query() or (query() if self.move_on() else [])
+        return query() or (query() if self.refresh_if_live() else [])
 
     tensors = tensor_names
 
@@ -119,12 +119,14 @@ class Trial(Follower):
     def tensor(self, tname: str) -> Tensor:
         if not self.has_tensor(tname):
             for facts in self.catalogue.steps.values():
-                self.check_read(self.catalogue, facts)
+                self.check_layouts_read(self.catalogue, facts)
             raise TensorUnavailable(tname, get_close_matches(tname, self.catalogue.names, n=3))
         return Tensor(tname, self)
 
     def has_tensor(self, tname: str) -> bool:
-        return tname in self.catalogue.names or (self.move_on() and tname in self.catalogue.names)
+        return tname in self.catalogue.names or (
+            self.refresh_if_live() and tname in self.catalogue.names
+        )
 
     def collections(self) -> dict[str, Collection]:
         """As the lowest rank configured them, with the names of the tensors saved as their members;
@@ -209,7 +211,7 @@ class Trial(Follower):
         }
         for number, facts in chosen.items():
             for rank in (None,) if ranks is None else ranks:
-                self.check_read(catalogue, facts, rank)
+                self.check_layouts_read(catalogue, facts, rank)
             for found in catalogue.all_holders(facts, by_name):
                 if ranks is None or found.rank in ranks:
                     by_name[found.tensor.name].append(Selected(number, facts.attempt, found))
@@ -224,7 +226,7 @@ class Trial(Follower):
             steps = self.catalogue.of_mode(mode).items()
             return [n for n, facts in steps if show_incomplete_steps or facts.complete]
 
-        return query() or (query() if self.move_on() else [])
+        return query() or (query() if self.refresh_if_live() else [])
 
     @property
     def last_complete_step(self) -> int:
@@ -282,7 +284,7 @@ class Trial(Follower):
     def workers(self) -> list[str]:
         """Workers that have started, in order of rank."""
         if not self.catalogue.ranks:
-            self.move_on()
+            self.refresh_if_live()
         return [worker_name(rank) for rank in self.catalogue.ranks]
 
     @property

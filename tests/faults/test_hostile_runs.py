@@ -54,7 +54,7 @@ NOBODY = 1_000_000_000_000
 ESCAPES = "\x1b[2J\r\n\x9b31m\u202e\x07"
 
 
-class Reader:
+class SegmentReader:
     """The process that reads; another one after it was killed."""
 
     def __init__(self) -> None:
@@ -94,8 +94,8 @@ class Reader:
 
 
 @pytest.fixture(scope="module")
-def reader() -> Iterator[Reader]:
-    made = Reader()
+def reader() -> Iterator[SegmentReader]:
+    made = SegmentReader()
     yield made
     made.close()
 
@@ -553,7 +553,7 @@ def test_a_strange_object_is_named_and_the_rest_is_read(
     base: str,
     change: Change,
     runs: dict[str, Path],
-    reader: Reader,
+    reader: SegmentReader,
     tmp_path: Path,
     request: pytest.FixtureRequest,
 ) -> None:
@@ -570,7 +570,7 @@ def test_a_strange_object_is_named_and_the_rest_is_read(
 
 @pytest.mark.parametrize("where", ["reason", "troubles", "host", "name"])
 def test_no_escape_sequence_reaches_a_terminal(
-    where: str, runs: dict[str, Path], reader: Reader, tmp_path: Path
+    where: str, runs: dict[str, Path], reader: SegmentReader, tmp_path: Path
 ) -> None:
     root = tmp_path / f"run{ESCAPES[:4]}"
     shutil.copytree(runs["plain"], root)
@@ -594,7 +594,7 @@ def test_no_escape_sequence_reaches_a_terminal(
 
 
 def test_a_tensor_of_20_gb_is_an_error_that_names_it(
-    runs: dict[str, Path], reader: Reader, tmp_path: Path
+    runs: dict[str, Path], reader: SegmentReader, tmp_path: Path
 ) -> None:
     root = tmp_path / "run"
     shutil.copytree(runs["plain"], root)
@@ -606,7 +606,7 @@ def test_a_tensor_of_20_gb_is_an_error_that_names_it(
 
 @pytest.mark.parametrize("base", ["plain", "merged"])
 def test_numbers_that_are_vast_and_allowed_cost_nothing(
-    base: str, runs: dict[str, Path], reader: Reader, tmp_path: Path
+    base: str, runs: dict[str, Path], reader: SegmentReader, tmp_path: Path
 ) -> None:
     """Many steps, of a world of which two ranks came: their product would be gigabytes."""
     root = tmp_path / "run"
@@ -628,7 +628,7 @@ def test_numbers_that_are_vast_and_allowed_cost_nothing(
 
 
 def test_a_world_for_each_of_many_attempts_is_refused(
-    runs: dict[str, Path], reader: Reader, tmp_path: Path
+    runs: dict[str, Path], reader: SegmentReader, tmp_path: Path
 ) -> None:
     root = tmp_path / "run"
     shutil.copytree(runs["plain"], root)
@@ -659,7 +659,7 @@ def places(value: Any) -> Iterator[list[str | int]]:
 
 @pytest.mark.parametrize("base", ["plain", "merged", "summarised"])
 def test_numbers_at_random(
-    base: str, runs: dict[str, Path], reader: Reader, tmp_path: Path
+    base: str, runs: dict[str, Path], reader: SegmentReader, tmp_path: Path
 ) -> None:
     """Some numbers of some objects at once; whatever it means, nothing but errors of smdist."""
     random = np.random.default_rng(7)
@@ -684,7 +684,7 @@ def test_numbers_at_random(
         shutil.rmtree(root)
 
 
-def test_the_reader_is_held_to_its_memory(reader: Reader, tmp_path: Path) -> None:
+def test_the_reader_is_held_to_its_memory(reader: SegmentReader, tmp_path: Path) -> None:
     """What these tests rely on."""
     began = time.monotonic()
     script = (

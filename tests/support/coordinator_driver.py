@@ -17,7 +17,7 @@ import numpy as np
 
 from smdist.coordination.service.run_watcher import RunWatcher
 from smdist.coordination.snapshot.pack import POINTER_KEY, Pointer, load_view
-from smdist.coordination.view.run_view import Fact, View, fold
+from smdist.coordination.view.run_view import Fact, View, view_of_facts
 from smdist.errors import StoreError
 from smdist.format.inline_segment import extract_segment
 from smdist.format.manifest import Heartbeat, RankManifest, Session
@@ -117,7 +117,7 @@ def from_scratch(store: Store) -> View:
                 facts.append(extract_segment(key, manifest).manifest)
         return facts
 
-    return fold(sync.run(read()))
+    return view_of_facts(sync.run(read()))
 
 
 class Schedule:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from smdist.coordination.snapshot.pack import POINTER_KEY, Packed, load_view, pack
+from smdist.coordination.snapshot.pack import POINTER_KEY, PackedSnapshot, load_view, pack
 from smdist.coordination.view.run_view import View, merge
 from smdist.format.layout import Layout
 from smdist.format.stored_json import encode
 from smdist.storage import loop_thread as sync
 from smdist.storage.store import Store
-from smdist.trials.run_loader import Loader
+from smdist.trials.run_loader import RunLoader
 
 
 @dataclass
@@ -20,17 +20,17 @@ class SnapshotWriter:
     epoch: int = 1
     number: int = 0
     view: View = field(default_factory=View)
-    packed: Packed | None = None
+    packed: PackedSnapshot | None = None
     layouts: dict[str, Layout] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._loader = Loader(self.store)
+        self._loader = RunLoader(self.store)
 
     def write(
         self, *, final: bool = False, age_s: float = 0.0, interval_s: float = 60.0
     ) -> SnapshotWriter:
         news = sync.run(self._loader.poll())
-        self._loader.told()
+        self._loader.confirm()
         self.layouts |= news.layouts
         self.number += 1
         self.packed = pack(

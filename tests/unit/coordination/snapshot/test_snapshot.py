@@ -10,16 +10,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from smdist.coordination.columnar import chunks as sealed
-from smdist.coordination.columnar.step_rows import row_of, rows_of, runs_of
+from smdist.coordination.columnar.step_rows import compress_rows, expand_runs, summarize_step
 from smdist.coordination.snapshot import pack as snapshot
-from smdist.coordination.snapshot.pack import Packed, compacted, load_view, pack
+from smdist.coordination.snapshot.pack import PackedSnapshot, compact_view, load_view, pack
 from smdist.coordination.view.membership import (
     Disagreement,
     StepFacts,
     all_step_facts,
     expected_ranks,
 )
-from smdist.coordination.view.run_view import Fact, StepKey, View, add, fold, merge
+from smdist.coordination.view.run_view import Fact, StepKey, View, add, merge, view_of_facts
 from smdist.errors import CorruptObject
 from smdist.format.intervals import Members, to_intervals
 from smdist.format.manifest import Dropped, RankManifest, StepEntry, segment_key
@@ -48,7 +48,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sealed, "_MOST_STEPS", 4)
 
 
-def put(store: MemoryStore, packed: Packed) -> None:
+def put(store: MemoryStore, packed: PackedSnapshot) -> None:
     for key, data in packed.objects:
         assert key not in store.objects
         sync.run(store.put(key, [data]))
@@ -56,7 +56,9 @@ def put(store: MemoryStore, packed: Packed) -> None:
     sync.run(store.put(packed.head_key, [packed.head]))
 
 
-def packed_of(view: View, previous: Packed | None = None, number: int = 1) -> Packed:
+def packed_of(
+    view: View, previous: PackedSnapshot | None = None, number: int = 1
+) -> PackedSnapshot:
     return pack(
         view,
         previous,
@@ -71,17 +73,17 @@ def packed_of(view: View, previous: Packed | None = None, number: int = 1) -> Pa
     )
 
 
-def loaded(store: MemoryStore, packed: Packed) -> View:
+def loaded(store: MemoryStore, packed: PackedSnapshot) -> View:
     return sync.run(load_view(store, packed.pointer)).view
 
 
 def sealed_view(some: list[Fact]) -> View:
-    return packed_of(fold(some)).view
+    return packed_of(view_of_facts(some)).view
 
 
 @given(facts)
 def test_what_was_packed_is_loaded_as_it_was(some: list[Fact]) -> None:
-    view = fold(some)
+    view = view_of_facts(some)
     before = view.canonical()
     packed = packed_of(view)
     store = MemoryStore()
@@ -104,7 +106,7 @@ def test_bit_by_bit_and_after_restarts_is_at_once(
         put(store, previous)
         assert all(key in store.objects for key in previous.chunks)
         view = previous.view if number != 1 else loaded(store, previous)
-    expected = fold([*a, *b, *c]).canonical()
+    expected = view_of_facts([*a, *b, *c]).canonical()
     assert view.canonical() == expected
     assert previous is not None
     assert loaded(store, previous).canonical() == expected
@@ -113,10 +115,14 @@ def test_bit_by_bit_and_after_restarts_is_at_once(
 @given(facts, facts)
 def test_the_laws_hold_for_sealed_steps(some: list[Fact], others: list[Fact]) -> None:
     a, b = sealed_view(some), sealed_view(others)
-    whole = fold([*some, *others]).canonical()
+    whole = view_of_facts([*some, *others]).canonical()
     before = a.canonical(), b.canonical()
     assert merge(a, b).canonical() == merge(b, a).canonical() == whole
-    assert merge(a, fold(others)).canonical() == merge(fold(some), b).canonical() == whole
+    assert (
+        merge(a, view_of_facts(others)).canonical()
+        == merge(view_of_facts(some), b).canonical()
+        == whole
+    )
     assert merge(a, a).canonical() == a.canonical()
     assert packed_of(merge(a, b)).view.canonical() == whole
     assert (a.canonical(), b.canonical()) == before
@@ -127,7 +133,7 @@ def test_grouping_does_not_matter_for_sealed_steps(
     a: list[Fact], b: list[Fact], c: list[Fact]
 ) -> None:
     va, vb, vc = sealed_view(a), sealed_view(b), sealed_view(c)
-    whole = fold([*a, *b, *c]).canonical()
+    whole = view_of_facts([*a, *b, *c]).canonical()
     assert merge(merge(va, vb), vc).canonical() == whole
     assert merge(va, merge(vb, vc)).canonical() == whole
 
@@ -178,7 +184,7 @@ def by_definition(view: View, attempt: int, key: StepKey, expected: Iterable[int
 
 @given(facts, facts)
 def test_sealed_steps_are_judged_like_others(some: list[Fact], late: list[Fact]) -> None:
-    plain = fold([*some, *late])
+    plain = view_of_facts([*some, *late])
     overlaid = sealed_view(some)
     for fact in late:
         add(overlaid, fact)
@@ -198,8 +204,8 @@ def test_rows_of_columns_are_those_of_their_blocks(some: list[Fact]) -> None:
     for of_attempt in sealed_view(some).sealed.values():
         for chunk in of_attempt.chunks:
             columns = chunk.columns
-            rows = [row_of(n, columns.step(n)) for n in columns.mode_steps.tolist()]
-            assert columns.rows() == rows == list(rows_of(runs_of(rows)))
+            rows = [summarize_step(n, columns.step(n)) for n in columns.mode_steps.tolist()]
+            assert columns.rows() == rows == list(expand_runs(compress_rows(rows)))
             for row in rows:
                 for rank, blocks in columns.step(row.mode_step).items():
                     assert columns.blocks(row.mode_step, rank) == blocks
@@ -215,7 +221,7 @@ def manifest(rank: int, step: int, seq: int | None = None) -> RankManifest:
     )
 
 
-def contents(packed: Packed) -> list[tuple[str, int, object]]:
+def contents(packed: PackedSnapshot) -> list[tuple[str, int, object]]:
     """Of all chunks: what their keys say besides who wrote them, the digest of the bytes among it."""
     return [
         (chunk.ref.key.partition("-w-")[2], chunk.ref.nbytes, chunk.ref.runs)
@@ -229,7 +235,7 @@ def test_a_chunk_depends_on_what_is_in_it_alone(
     some: list[RankManifest], data: st.DataObject
 ) -> None:
     """Whatever order it came in, at once or bit by bit."""
-    expected = contents(packed_of(fold(some)))
+    expected = contents(packed_of(view_of_facts(some)))
     order = data.draw(st.permutations(some))
     view, previous = View(), None
     for number, fact in enumerate(order):
@@ -252,7 +258,7 @@ def test_a_live_run_has_the_chunks_of_a_fresh_merge(tiny: None, behind: int) -> 
         previous = packed_of(view, previous, now)
         view = previous.view
     assert previous is not None
-    assert contents(previous) == contents(packed_of(fold(seen)))
+    assert contents(previous) == contents(packed_of(view_of_facts(seen)))
     assert len(previous.chunks) == 4
 
 
@@ -280,13 +286,13 @@ def test_only_the_chunks_that_change_are_written_again(tiny: None) -> None:
 def test_a_head_of_regular_steps_does_not_grow_with_them() -> None:
     sizes = []
     for steps in (10, 1000):
-        view = fold(manifest(rank, step) for rank in range(4) for step in range(steps))
+        view = view_of_facts(manifest(rank, step) for rank in range(4) for step in range(steps))
         sizes.append(len(packed_of(view).head))
     assert sizes[1] < sizes[0] + 200
 
 
 def test_what_was_never_put_is_packed_again() -> None:
-    view = fold(manifest(rank, 0) for rank in range(3))
+    view = view_of_facts(manifest(rank, 0) for rank in range(3))
     lost = packed_of(view)
     again = packed_of(lost.view, None, 2)
     assert dict(again.objects) == dict(lost.objects)
@@ -295,7 +301,7 @@ def test_what_was_never_put_is_packed_again() -> None:
 @pytest.mark.parametrize("at", [0, 100, -1])
 def test_a_damaged_chunk_is_refused(at: int) -> None:
     store = MemoryStore()
-    packed = packed_of(fold([manifest(0, 0), manifest(1, 0)]))
+    packed = packed_of(view_of_facts([manifest(0, 0), manifest(1, 0)]))
     put(store, packed)
     (key,) = packed.chunks
     data = bytearray(store.objects[key])
@@ -307,7 +313,7 @@ def test_a_damaged_chunk_is_refused(at: int) -> None:
 
 def test_a_head_that_is_none_is_refused() -> None:
     store = MemoryStore()
-    packed = packed_of(fold([manifest(0, 0)]))
+    packed = packed_of(view_of_facts([manifest(0, 0)]))
     store.objects[packed.head_key] = b"{}"
     with pytest.raises(CorruptObject, match="heads"):
         loaded(store, packed)
@@ -316,7 +322,7 @@ def test_a_head_that_is_none_is_refused() -> None:
 def test_chunks_open_with_the_official_reader() -> None:
     from safetensors.numpy import load
 
-    view = fold(manifest(rank, step) for rank in range(3) for step in range(5))
+    view = view_of_facts(manifest(rank, step) for rank in range(3) for step in range(5))
     ((_, data),) = packed_of(view).objects
     arrays = load(bytes(data))
     assert arrays["ranks"].tolist() == [0, 1, 2]
@@ -348,14 +354,14 @@ def test_what_was_compacted_is_put_with_the_next_snapshot(
     tiny: None, a: list[Fact], b: list[Fact], c: list[Fact]
 ) -> None:
     store = MemoryStore()
-    first = packed_of(fold(a), None, 1)
+    first = packed_of(view_of_facts(a), None, 1)
     put(store, first)
     view = first.view
     for number, bit in enumerate([b, c]):
         for fact in bit:
             add(view, fact)
-        view = compacted(view, epoch=1, number=2 + number, writer="w")
+        view = compact_view(view, epoch=1, number=2 + number, writer="w")
         assert not any(known.steps for _, _, known in view.ranks())
     packed = packed_of(view, first, 9)
     put(store, packed)
-    assert loaded(store, packed).canonical() == fold([*a, *b, *c]).canonical()
+    assert loaded(store, packed).canonical() == view_of_facts([*a, *b, *c]).canonical()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from smdist.coordination.view.membership import (
-    Heard,
+    LastContact,
     LivenessTimeouts,
     MissingReason,
     RankStatus,
@@ -18,7 +18,7 @@ from smdist.coordination.view.membership import (
     step_attempts,
     step_facts,
 )
-from smdist.coordination.view.run_view import Fact, View, fold
+from smdist.coordination.view.run_view import Fact, View, view_of_facts
 from smdist.format.intervals import Members
 from smdist.format.manifest import Dropped, Heartbeat, RankManifest, Session, StepEntry
 
@@ -76,12 +76,12 @@ def status(view: View, rank: int, now: float = NOW, **patience: float) -> RankSt
     ("include", "ranks"), [("one", (0,)), ("all", (0, 1, 2)), ((2, 0, 7), (0, 2))]
 )
 def test_the_session_says_who_is_expected(include: Any, ranks: tuple[int, ...]) -> None:
-    view = fold([session(0, world=3, include_workers=include)])
+    view = view_of_facts([session(0, world=3, include_workers=include)])
     assert expected_ranks(view, 0) == ranks
 
 
 def test_a_step_is_complete_when_every_expected_rank_closed_it() -> None:
-    assert missing(fold([manifest(0, entry(0)), manifest(1, entry(0))]), (1, 0)) == {}
+    assert missing(view_of_facts([manifest(0, entry(0)), manifest(1, entry(0))]), (1, 0)) == {}
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_step_is_complete_when_every_expected_rank_closed_it() -> None:
     ],
 )
 def test_a_partial_step_says_who_is_missing_and_why(other: list[Fact], reason: str) -> None:
-    found = missing(fold([manifest(0, entry(0)), *other]), (1, 0))
+    found = missing(view_of_facts([manifest(0, entry(0)), *other]), (1, 0))
     assert found == {1: reason}
     assert isinstance(found[1], MissingReason)
     assert str(found[1]) == reason
@@ -110,21 +110,21 @@ def test_a_partial_step_says_who_is_missing_and_why(other: list[Fact], reason: s
 
 def test_a_late_commit_of_a_rank_given_up_completes_the_step() -> None:
     facts: list[Fact] = [manifest(0, entry(0)), manifest(1, seq=0, state="lost")]
-    assert missing(fold(facts), (1, 0)) == {1: MissingReason.LOST}
+    assert missing(view_of_facts(facts), (1, 0)) == {1: MissingReason.LOST}
     facts.append(manifest(1, entry(0), seq=1, state="lost"))
-    assert missing(fold(facts), (1, 0)) == {}
+    assert missing(view_of_facts(facts), (1, 0)) == {}
 
 
 def test_heartbeats_keep_a_rank_alive_until_they_stop() -> None:
     beat = Heartbeat("0.1", 1, 0, NOW - 10, 5.0, -1, 0)
-    view = fold([session(1), beat])
+    view = view_of_facts([session(1), beat])
     assert status(view, 1) is RankStatus.ACTIVE
     assert status(view, 1, NOW + 51) is RankStatus.LOST
     assert status(view, 1, lost_after_s=5) is RankStatus.LOST
 
 
 def test_a_rank_that_commits_long_behind_the_front_is_lagging() -> None:
-    view = fold([manifest(0, entry(500)), manifest(1, entry(450))])
+    view = view_of_facts([manifest(0, entry(500)), manifest(1, entry(450))])
     report = rank_reports(view, 0, NOW)[1]
     assert (report.status, report.behind_s, report.step) == (RankStatus.LAGGING, 50.0, 450)
     assert report.pending
@@ -132,23 +132,23 @@ def test_a_rank_that_commits_long_behind_the_front_is_lagging() -> None:
 
 
 def test_one_rank_closing_early_ends_nothing_for_the_others() -> None:
-    view = fold([manifest(0, state="ended"), manifest(1)])
+    view = view_of_facts([manifest(0, state="ended"), manifest(1)])
     assert not finished(view, NOW)
-    assert finished(fold([manifest(0, state="ended"), manifest(1, state="lost")]), NOW)
+    assert finished(view_of_facts([manifest(0, state="ended"), manifest(1, state="lost")]), NOW)
     assert finished(view, NOW + 61)
 
 
 def test_a_rank_that_never_started_is_waited_for_only_for_a_while() -> None:
-    view = fold([session(0, started=NOW), manifest(0, state="ended")])
+    view = view_of_facts([session(0, started=NOW), manifest(0, state="ended")])
     assert not finished(view, NOW + 59)
     assert finished(view, NOW + 61)
 
 
 def test_who_hears_a_rank_believes_its_own_clock() -> None:
-    view = fold([session(0), manifest(0, time=NOW - 500), manifest(1, time=NOW + 500)])
+    view = view_of_facts([session(0), manifest(0, time=NOW - 500), manifest(1, time=NOW + 500)])
     hearing = {
-        (0, 0): Heard(NOW - 100, NOW - 50, NOW - 10),
-        (0, 1): Heard(NOW - 100, NOW - 90, NOW - 61),
+        (0, 0): LastContact(NOW - 100, NOW - 50, NOW - 10),
+        (0, 1): LastContact(NOW - 100, NOW - 90, NOW - 61),
     }
     reports = rank_reports(view, 0, NOW, hearing=hearing)
     assert [report.status for report in reports.values()] == ["active", "lost"]
@@ -166,7 +166,7 @@ def test_a_view_without_ranks_is_not_finished() -> None:
 def test_attempts_have_their_own_world_and_the_newest_comes_first() -> None:
     old = [manifest(r, entry(0), entry(1), world=3) for r in range(3)]
     new = [manifest(r, entry(0), attempt=1, world=2) for r in range(2)]
-    view = fold([*old, *new])
+    view = view_of_facts([*old, *new])
     assert step_attempts(view, (1, 0)) == (1, 0)
     assert step_attempts(view, (1, 1)) == (0,)
     assert step_attempts(view, (1, 2)) == ()
@@ -178,7 +178,7 @@ def test_attempts_have_their_own_world_and_the_newest_comes_first() -> None:
 def test_ranks_that_number_a_step_differently_are_reported_and_the_lowest_rank_is_followed() -> (
     None
 ):
-    view = fold([manifest(0, entry(1, step=1)), manifest(1, entry(1, step=2))])
+    view = view_of_facts([manifest(0, entry(1, step=1)), manifest(1, entry(1, step=2))])
     facts = step_facts(view, 0, (1, 1), Members(((0, 2),)))
     assert facts is not None
     assert facts.step == 1
@@ -188,7 +188,7 @@ def test_ranks_that_number_a_step_differently_are_reported_and_the_lowest_rank_i
 
 
 def test_a_step_nobody_knows_has_no_facts() -> None:
-    assert step_facts(fold([manifest(0, entry(0))]), 0, (2, 0), Members(((0, 1),))) is None
+    assert step_facts(view_of_facts([manifest(0, entry(0))]), 0, (2, 0), Members(((0, 1),))) is None
 
 
 def unplanned(number: int, block: int) -> StepEntry:
@@ -208,23 +208,25 @@ def unplanned(number: int, block: int) -> StepEntry:
 def test_who_saved_nothing_where_nothing_was_due_has_chosen_so_unless_it_was_lost_before(
     other: Fact, reason: MissingReason | None
 ) -> None:
-    view = fold([session(0), session(1), manifest(0, unplanned(3, 30)), other])
+    view = view_of_facts([session(0), session(1), manifest(0, unplanned(3, 30)), other])
     assert missing(view, (1, 3)) == ({1: reason} if reason else {})
 
 
 @pytest.mark.parametrize("other", [manifest(1, entry(3)), manifest(1, entry(3, closed=False))])
 def test_a_step_that_was_due_for_one_rank_is_expected_of_all(other: Fact) -> None:
-    view = fold([session(0, world=3), session(1, world=3), session(2, world=3), other,
+    view = view_of_facts([session(0, world=3), session(1, world=3), session(2, world=3), other,
                  manifest(0, unplanned(3, 30)), manifest(2, entry(2))])  # fmt: skip
     assert 2 in missing(view, (1, 3))
 
 
 def test_values_added_later_do_not_make_a_due_step_undue() -> None:
-    view = fold([session(0), session(1), manifest(0, entry(3), unplanned(3, 99)), manifest(1)])
+    view = view_of_facts(
+        [session(0), session(1), manifest(0, entry(3), unplanned(3, 99)), manifest(1)]
+    )
     assert missing(view, (1, 3)) == {1: MissingReason.LAGGING}
 
 
 def test_a_step_at_which_nothing_was_due_but_something_was_dropped_is_expected_of_all() -> None:
     drop = Dropped(1, 3, 3, ("x",), 4, "full")
-    view = fold([session(0), session(1), manifest(0, unplanned(3, 30), dropped=(drop,))])
+    view = view_of_facts([session(0), session(1), manifest(0, unplanned(3, 30), dropped=(drop,))])
     assert set(missing(view, (1, 3))) == {0, 1}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smdist.coordination.view.run_view import View, fold
+from smdist.coordination.view.run_view import View, view_of_facts
 from smdist.format.manifest import RankManifest, StepEntry
 from smdist.identity import ModeKeys
 from smdist.trials.advance import advance
@@ -56,8 +56,8 @@ def test_learning_bit_by_bit_is_learning_at_once(
 ) -> None:
     slow = Catalogue(attempt=attempt, range_steps=range_steps)
     for bit in bits:
-        slow = advance(slow, fold(bit), {}, 2.0)
-    every = fold(one for bit in bits for one in bit)
+        slow = advance(slow, view_of_facts(bit), {}, 2.0)
+    every = view_of_facts(one for bit in bits for one in bit)
     fast = advance(Catalogue(attempt=attempt, range_steps=range_steps), every, {}, 2.0)
     assert dict(slow.steps) == dict(fast.steps)
     assert slow.by_number == fast.by_number
@@ -66,37 +66,39 @@ def test_learning_bit_by_bit_is_learning_at_once(
 
 @given(st.lists(manifests, max_size=6))
 def test_a_step_is_complete_exactly_when_nobody_is_missing(some: list[RankManifest]) -> None:
-    catalogue = advance(Catalogue(), fold(some), {}, 2.0)
+    catalogue = advance(Catalogue(), view_of_facts(some), {}, 2.0)
     for facts in catalogue.steps.values():
         assert facts.complete == (catalogue.missing(facts) == {})
 
 
 def test_advancing_leaves_the_old_catalogue_alone() -> None:
-    old = advance(Catalogue(), fold([manifest(0, 0, (entry(1, 0, 0),))]), {}, 2.0)
-    new = advance(old, fold([manifest(1, 0, (entry(1, 0, 0),))]), {}, 2.0)
+    old = advance(Catalogue(), view_of_facts([manifest(0, 0, (entry(1, 0, 0),))]), {}, 2.0)
+    new = advance(old, view_of_facts([manifest(1, 0, (entry(1, 0, 0),))]), {}, 2.0)
     assert (old.steps[1, 0].complete, new.steps[1, 0].complete) == (False, True)
     assert old.last_complete_step == -1
     assert new.last_complete_step == 0
 
 
 def test_a_world_that_grows_reopens_what_was_complete() -> None:
-    old = advance(Catalogue(), fold([manifest(0, 0, (entry(1, 0, 0),), world=1)]), {}, 2.0)
+    old = advance(Catalogue(), view_of_facts([manifest(0, 0, (entry(1, 0, 0),), world=1)]), {}, 2.0)
     assert old.steps[1, 0].complete
-    new = advance(old, fold([manifest(1, 0, (), world=2)]), {}, 2.0)
+    new = advance(old, view_of_facts([manifest(1, 0, (), world=2)]), {}, 2.0)
     assert new.steps[1, 0].absent == (1,)
 
 
 def test_two_steps_that_claim_one_number_keep_their_own() -> None:
     first = manifest(0, 0, (entry(1, 0, 0), entry(2, 0, 1)), world=1)
     second = manifest(0, 0, (entry(1, 1, 1),), world=1, attempt=1)
-    catalogue = advance(Catalogue(), fold([first, second]), {}, 2.0)
+    catalogue = advance(Catalogue(), view_of_facts([first, second]), {}, 2.0)
     assert catalogue.by_number[1].key == (1, 1)
     assert list(catalogue.of_mode(ModeKeys.EVAL)) == [0]
 
 
 def test_a_step_beyond_the_range_is_not_waited_for() -> None:
     catalogue = Catalogue(range_steps=(0, 5))
-    catalogue = advance(catalogue, fold([manifest(0, 0, (entry(1, 0, 0),), world=1)]), {}, 2.0)
+    catalogue = advance(
+        catalogue, view_of_facts([manifest(0, 0, (entry(1, 0, 0),), world=1)]), {}, 2.0
+    )
     assert catalogue.state(7, GLOBAL) is StepState.UNAVAILABLE
     assert catalogue.state(4, GLOBAL) is StepState.NOT_YET_AVAILABLE
 
@@ -110,7 +112,7 @@ def test_many_ranks_and_steps_arrive_in_rounds() -> None:
     ranks, rounds, steps = 256, 20, 10
     catalogue = Catalogue()
     for turn in range(rounds):
-        delta: View = fold(
+        delta: View = view_of_facts(
             manifest(
                 rank,
                 turn,

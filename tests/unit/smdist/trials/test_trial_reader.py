@@ -18,7 +18,7 @@ from smdist.storage import LocalStore, MemoryStore
 from smdist.storage import loop_thread as sync
 from smdist.storage.store import Buffer
 from smdist.trials.catalogue import Catalogue
-from smdist.trials.segment_reader import FEW, Range, Reader, plan_reads
+from smdist.trials.segment_reader import FEW, ObjectRange, SegmentReader, plan_reads
 from smdist.trials.trial import Trial
 from tests.support.run_builder import RunBuilder, Saved
 from tests.support.snapshot_writer import SnapshotWriter
@@ -27,7 +27,7 @@ TRAIN = ModeKeys.TRAIN
 
 ranges = st.lists(
     st.builds(
-        lambda key, start, size: Range(key, start, start + size),
+        lambda key, start, size: ObjectRange(key, start, start + size),
         st.sampled_from(["a", "b"]),
         st.integers(0, 1000),
         st.integers(1, 200),
@@ -37,7 +37,9 @@ ranges = st.lists(
 
 
 @given(ranges, st.integers(0, 100), st.integers(1, 500))
-def test_every_range_is_covered_once_by_a_request(wanted: list[Range], gap: int, span: int) -> None:
+def test_every_range_is_covered_once_by_a_request(
+    wanted: list[ObjectRange], gap: int, span: int
+) -> None:
     requests = plan_reads(wanted, gap, span)
     covered = [place for request in requests for place in request.members]
     assert sorted(covered) == list(range(len(wanted)))
@@ -51,7 +53,12 @@ def test_every_range_is_covered_once_by_a_request(wanted: list[Range], gap: int,
 
 
 def test_near_ranges_share_a_request_and_far_ones_do_not() -> None:
-    wanted = [Range("a", 0, 10), Range("a", 500, 510), Range("a", 20, 30), Range("b", 0, 10)]
+    wanted = [
+        ObjectRange("a", 0, 10),
+        ObjectRange("a", 500, 510),
+        ObjectRange("a", 20, 30),
+        ObjectRange("b", 0, 10),
+    ]
     requests = plan_reads(wanted, gap=10, span=1000)
     assert [(tuple(r.range), r.members) for r in requests] == [
         (("a", 0, 30), (0, 2)),
@@ -295,7 +302,7 @@ def test_an_attached_segment_that_fell_out_of_the_cache_is_read_again() -> None:
     writer.attach_bytes = 1 << 16
     writer.step(TRAIN, 0, {"loss": np.array(0.25)}).end()
     trial = open_trial(store)
-    trial.reader = Reader(store, sync.run)
+    trial.reader = SegmentReader(store, sync.run)
     store.kinds()
     assert trial.tensor("loss").value(0, mode=TRAIN) == 0.25
     assert store.kinds() == {"manifests": 1}
@@ -316,7 +323,7 @@ def test_a_directory_is_read_without_a_loop_as_any_store_is_with_one(
             writer.step(TRAIN, step + 3, {"big": np.full(100, 10.0 * rank + step)}).flush()
         writer.end()
     trial = Trial(store, "t", store.url, Catalogue())
-    trial.reader = Reader(store, forbidden)
+    trial.reader = SegmentReader(store, forbidden)
     losses = trial.values(["loss"], [2], mode=TRAIN)["loss"][2]
     assert losses == {f"worker_{rank}": 1.0 for rank in range(ranks)}
     found = trial.values(["big"], [4, 5], mode=TRAIN)["big"]
@@ -324,7 +331,7 @@ def test_a_directory_is_read_without_a_loop_as_any_store_is_with_one(
         assert [found[step][worker][7] for step in (4, 5)] == [10.0 * rank + 1, 10.0 * rank + 2]
     last = max((tmp_path / "segments" / f"worker_{ranks - 1}").iterdir())
     last.write_bytes(last.read_bytes()[:-40])
-    trial.reader = Reader(store, forbidden)
+    trial.reader = SegmentReader(store, forbidden)
     with pytest.raises(CorruptObject, match="early"):
         trial.values(["big"], [5], mode=TRAIN)
 

@@ -493,7 +493,7 @@ def test_a_coordinator_with_nothing_to_write_costs_two_listings_and_no_heartbeat
     hold_lease(store)
     store.lists.clear()
     for _ in range(3):
-        trial.move_on()  # what a loop does
+        trial.refresh_if_live()  # what a loop does
     assert store.lists == [], "the ranks were asked just now"
 
 
@@ -521,7 +521,7 @@ def test_a_coordinator_that_died_hides_nothing_though_its_lease_runs(question: s
         assert trial.steps() == [0, 1], "the coordinator has a moment to write it"
         wait_on(trial, 200.0)
         if question == "again":
-            trial.move_on()
+            trial.refresh_if_live()
         else:
             trial.refresh()
     trial.dynamic_refresh = False
@@ -576,7 +576,7 @@ def test_a_run_that_was_begun_anew_in_the_same_place_is_not_mixed_into_an_open_t
     trial.refresh()
     assert trial.catalogue.view.canonical() == before
     assert trial.workers() == ["worker_0", "worker_1"]
-    assert "holds run other by now" in trial.troubles()[""][-1]
+    assert "now holds run other" in trial.troubles()[""][-1]
     for question in (trial.missing, lambda step: trial.wait_for_steps([step], timeout_s=60)):
         with pytest.raises(errors.RunReplaced, match="this trial is of run run"):
             question(6)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from smdist.coordination.service.merge_once import merge_once
 from smdist.coordination.service.poll_schedule import PollIntervals
 from smdist.coordination.service.store_poller import StorePoller
-from smdist.coordination.view.run_view import Fact, View, fold
+from smdist.coordination.view.run_view import Fact, View, view_of_facts
 from smdist.errors import StoreError
 from smdist.format.manifest import (
     RankManifest,
@@ -32,7 +32,7 @@ from smdist.format.stored_json import decode, encode
 from smdist.identity import ModeKeys
 from smdist.storage import Buffer, MemoryStore
 from smdist.storage import loop_thread as sync
-from smdist.trials.run_loader import Loader, News
+from smdist.trials.run_loader import RunLoader, RunUpdate
 from smdist.workers.upload import summaries as module
 from smdist.workers.upload.manifest_spans import Rolling, take_back
 from smdist.workers.upload.summaries import Summary
@@ -80,11 +80,11 @@ def copy(store: MemoryStore) -> Counting:
     return made
 
 
-def poll(store: MemoryStore) -> News:
-    return sync.run(Loader(store).poll())
+def poll(store: MemoryStore) -> RunUpdate:
+    return sync.run(RunLoader(store).poll())
 
 
-def same(found: News, plain: News) -> None:
+def same(found: RunUpdate, plain: RunUpdate) -> None:
     assert found.facts == plain.facts
     assert found.layouts.keys() == plain.layouts.keys()
     assert found.attached == plain.attached
@@ -114,14 +114,14 @@ def test_a_live_rank_is_opened_with_few_requests() -> None:
 def test_refreshing_costs_what_is_new() -> None:
     store = Counting()
     run = build(store)
-    loader = Loader(store)
+    loader = RunLoader(store)
     sync.run(loader.poll())
     writer = run.rank(0)
     writer.seq = MANY
     for step in range(3):
         writer.step(TRAIN, MANY + step, {}).flush()
     store.asked.clear()
-    loader.told()
+    loader.confirm()
     assert len(next(iter(sync.run(loader.poll()).facts.ranks()))[2].steps) == 3
     assert (store.asked["get spans"], store.asked["get manifests"]) == (0, 3)
 
@@ -199,7 +199,7 @@ def followed(store: MemoryStore) -> View:
     assert [f.seq for f in facts if isinstance(f, RankManifest)] == sorted(
         int(k[-13:-5]) for k in store.objects if k.startswith("manifests/")
     )
-    return fold(facts)
+    return view_of_facts(facts)
 
 
 def test_who_comes_late_to_follow_needs_few_requests(built: MemoryStore) -> None:

@@ -15,7 +15,7 @@ from smdist.format.stored_json import encode
 from smdist.identity import ModeKeys
 from smdist.storage import MemoryStore
 from smdist.storage import loop_thread as sync
-from smdist.trials.run_loader import Loader, News
+from smdist.trials.run_loader import RunLoader, RunUpdate
 from smdist.workers.upload import summaries as module
 from smdist.workers.upload.summaries import Summary
 from tests.support.run_builder import RunBuilder
@@ -68,8 +68,8 @@ def manifest(store: MemoryStore, rank: int, seq: int) -> RankManifest:
     return msgspec.json.decode(data, type=RankManifest)
 
 
-def poll(store: MemoryStore) -> News:
-    return sync.run(Loader(store).poll())
+def poll(store: MemoryStore) -> RunUpdate:
+    return sync.run(RunLoader(store).poll())
 
 
 @pytest.mark.parametrize("attach_bytes", [0, 1 << 20])
@@ -110,7 +110,7 @@ def test_a_live_rank_is_followed_beside_summaries() -> None:
         summarise(store, rank)
     plain = View()
     store.asked.clear()
-    loader = Loader(store)
+    loader = RunLoader(store)
     plain = sync.run(loader.poll()).facts
     assert store.asked["list manifests"] == 1
     assert store.asked["get manifests"] == STEPS

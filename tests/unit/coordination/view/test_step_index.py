@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smdist.coordination.view.membership import rank_reports
-from smdist.coordination.view.run_view import Fact, StepKey, View, add, fold
-from smdist.coordination.view.step_index import StepBook
+from smdist.coordination.view.run_view import Fact, StepKey, View, add, view_of_facts
+from smdist.coordination.view.step_index import StepIndex
 from smdist.format.manifest import RankManifest, RankState, Session, StepEntry
 from smdist.identity import ModeKeys
 from tests.support.view_facts import facts, many_steps
@@ -17,7 +17,7 @@ from tests.support.view_facts import facts, many_steps
 MODES = (ModeKeys.TRAIN, ModeKeys.EVAL, ModeKeys.GLOBAL)
 
 
-def told(book: StepBook, view: View) -> object:
+def told(book: StepIndex, view: View) -> object:
     reports = {attempt: rank_reports(view, attempt, 1e9) for attempt in view.attempts}
     numbers = range(-1, book.last_step + 2)
     answers = [book.report(view, reports, number, mode) for mode in MODES for number in numbers]
@@ -34,11 +34,11 @@ def touched(fact: Fact) -> dict[int, set[StepKey]]:
 
 
 def assert_same_as_afresh(bits: Sequence[Fact]) -> None:
-    book, view = StepBook(), View()
+    book, view = StepIndex(), View()
     for fact in bits:
         add(view, fact)
         book.update(view, touched(fact))
-        fresh = StepBook()
+        fresh = StepIndex()
         fresh.load(view)
         assert told(book, view) == told(fresh, view)
 
@@ -78,4 +78,4 @@ def test_a_rank_that_is_lost_is_missing_at_steps_that_nobody_planned_too(
                 RankManifest(f"s{rank}", rank, 3, 0, "all", seq, seq, seq + 1, state, 0.0, steps)
             )
     assert_same_as_afresh(some)
-    assert fold(some).canonical()
+    assert view_of_facts(some).canonical()

@@ -560,7 +560,7 @@ def test_a_pointer_that_was_seen_to_move_is_fresh_whatever_the_clocks_say() -> N
 
 
 @pytest.mark.parametrize("merged", [False, True])
-def test_a_run_that_was_begun_anew_in_the_same_place_is_not_mixed_into_an_open_trial(
+def test_a_replaced_run_is_not_mixed_into_an_open_trial(
     merged: bool,
 ) -> None:
     store = MemoryStore()
@@ -578,7 +578,7 @@ def test_a_run_that_was_begun_anew_in_the_same_place_is_not_mixed_into_an_open_t
     assert trial.workers() == ["worker_0", "worker_1"]
     assert "now holds run other" in trial.troubles()[""][-1]
     for question in (trial.missing, lambda step: trial.wait_for_steps([step], timeout_s=60)):
-        with pytest.raises(errors.RunReplaced, match="this trial is of run run"):
+        with pytest.raises(errors.RunReplaced, match="run run of this trial was removed"):
             question(6)
     assert open_trial(store).steps() == [0, 6]
 

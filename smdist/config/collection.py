@@ -1,11 +1,11 @@
-"""Groups of tensors: which names, kept how, saved when; and the manager a hook holds them in.
+"""Named groups of tensors: which tensors, saved when, and in which form.
 
-A collection of a hook follows the hook's `save_config` and `reduction_config` in everything that
-was not set for it, at any time: what `hook.get_collection(name)` hands out is its own to change.
+A collection of a hook uses the hook's `save_config` and `reduction_config` for every setting that was
+not set on the collection. Scripts may change it at any time.
 
-Framework collections add their own methods on top of one seam: `request()` records "the inputs
-and outputs of this module" before anybody may know its name; whoever knows it later (the hook,
-when the model is registered) looks at `unbound_requests` and answers with `bind()`.
+Framework collections extend it in two steps. `request()` records "the inputs and outputs of this
+module" while the tensor names are still unknown. When the model is registered, the hook reads
+`unbound_requests` and calls `bind()` with the names.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from smdist.config.observable import Configuration, ListView, SetView
 from smdist.config.readers import check_keys, error_context, read_boolean, read_text, read_texts
 from smdist.config.reduction_config import ReductionConfig
 from smdist.config.save_config import SaveConfig
+from smdist.config.settings import Configuration, ListView, SetView
 from smdist.errors import ConfigurationError
 
 __all__ = ["SCALAR_COLLECTIONS", "Collection", "CollectionKeys", "TensorRequest", "compile_regex"]
@@ -69,23 +69,24 @@ _KEYS = (
 )
 
 
+C = TypeVar("C", SaveConfig, ReductionConfig)
+
+
 def compile_regex(pattern: str) -> re.Pattern[str]:
+    """Compile an `include_regex`. Raises ConfigurationError that names the position of the fault."""
     try:
         return re.compile(pattern)
     except re.error as error:
-        place = "" if error.pos is None else f" at position {error.pos}"
+        position = "" if error.pos is None else f" at position {error.pos}"
         raise ConfigurationError(
-            f"include_regex {pattern!r} is not a regular expression: {error.msg}{place}; "
+            f"include_regex {pattern!r} is not a regular expression: {error.msg}{position}; "
             "escape special characters with a backslash, or with re.escape()"
         ) from error
 
 
 @dataclass(eq=False)
 class TensorRequest:
-    """'The inputs and/or outputs of this module', until somebody knows their names.
-
-    `patterns` is None as long as nobody does.
-    """
+    """The inputs and/or outputs of a module. `patterns` is None until their names are known."""
 
     target: object
     inputs: bool
@@ -94,10 +95,10 @@ class TensorRequest:
 
 
 class Collection(Configuration):
-    """A named group of tensors: those whose name any regex finds, and those named exactly.
+    """A named group of tensors, selected by regular expressions and by exact names.
 
-    Without a `save_config` or a `reduction_config` of its own it follows its hook. A dict with some
-    of the modes is accepted as `save_config`; the other modes then follow the hook.
+    Settings that are not set on the collection are those of its hook. `save_config` may be a dict
+    with some of the modes; the other modes then follow the hook.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class Collection(Configuration):
         super().__init__()
         self._name = read_text("name of a collection", name)
         if not name:
-            raise ConfigurationError("name='' of a collection must be text that is not empty")
+            raise ConfigurationError("name='' of a collection is empty; give it a name")
         self._patterns: tuple[re.Pattern[str], ...] = ()
         self._tensor_names: dict[str, None] = {}
         self._requests: list[TensorRequest] = []
@@ -147,9 +148,9 @@ class Collection(Configuration):
         self.changed()
 
     def include(self, regex: Any = None, *, t: Any = None) -> None:
-        """Add a regular expression, or a list of them; text is one expression, commas and all.
+        """Add a regular expression or a list of them. A string is one expression, commas included.
 
-        `t` is what older scripts call `regex`.
+        `t` is the name of `regex` in older scripts.
         """
         regex = t if regex is None else regex
         with error_context(f"collection {self._name!r}"):
@@ -194,10 +195,10 @@ class Collection(Configuration):
     def selects_nothing(self) -> bool:
         return not (self._patterns or self._tensor_names or self._requests)
 
-    # -- the seam for framework methods --------------------------------------------------------
+    # -- requests of framework collections ---------------------------------------------------
 
     def request(self, target: object, inputs: bool, outputs: bool) -> TensorRequest:
-        """Ask for inputs and outputs of a framework's module; asking again replaces."""
+        """Request inputs and outputs of a module, in place of an earlier request for it."""
         self._requests = [r for r in self._requests if r.target is not target]
         found = TensorRequest(
             target, read_boolean("inputs", inputs), read_boolean("outputs", outputs)
@@ -207,7 +208,7 @@ class Collection(Configuration):
         return found
 
     def bind(self, request: TensorRequest, patterns: Iterable[str]) -> None:
-        """Say which tensor names a request stands for, as regular expressions."""
+        """Set the regular expressions of the tensor names that a request stands for."""
         request.patterns = tuple(patterns)
         self._rebind()
 
@@ -227,7 +228,7 @@ class Collection(Configuration):
     def bound_regex(self) -> tuple[str, ...]:
         return tuple(pattern.pattern for pattern in self._bound)
 
-    # -- when and how ------------------------------------------------------------------------
+    # -- when, and in which form ---------------------------------------------------------------
 
     @property
     def save_config(self) -> SaveConfig | None:
@@ -235,21 +236,8 @@ class Collection(Configuration):
 
     @save_config.setter
     def save_config(self, value: Any) -> None:
-        new = None
-        if value is not None:
-            with error_context(f"collection {self._name!r}"):
-                new = SaveConfig.parse(value)
-        if self._hook is not None:
-            new = (
-                SaveConfig.layered(parent=self._hook[0])
-                if new is None
-                else new.under(self._hook[0])
-            )
-        if self._save_config is not None:
-            self._save_config.unwatch(self)
-        if new is not None:
-            new.watch(self)
-        self._save_config = new
+        hook = self._hook and self._hook[0]
+        self._save_config = self._replace(SaveConfig, self._save_config, value, hook)
         self.changed()
 
     @property
@@ -258,19 +246,23 @@ class Collection(Configuration):
 
     @reduction_config.setter
     def reduction_config(self, value: Any) -> None:
+        hook = self._hook and self._hook[1]
+        self._reduction_config = self._replace(ReductionConfig, self._reduction_config, value, hook)
+        self.changed()
+
+    def _replace(self, kind: type[C], old: C | None, value: Any, hook: C | None) -> C | None:
+        """Return the configuration for `value` with the hook's one below it, and listen to it."""
         new = None
         if value is not None:
             with error_context(f"collection {self._name!r}"):
-                new = ReductionConfig.parse(value)
-        if self._hook is not None:
-            hook = self._hook[1]
-            new = ReductionConfig.layered(parent=hook) if new is None else new.under(hook)
-        if self._reduction_config is not None:
-            self._reduction_config.unwatch(self)
+                new = kind.parse(value)
+        if hook is not None:
+            new = kind.partial(fallback=hook) if new is None else new.with_fallback(hook)
+        if old is not None:
+            old.unwatch(self)
         if new is not None:
             new.watch(self)
-        self._reduction_config = new
-        self.changed()
+        return new
 
     @property
     def save_histogram(self) -> bool:
@@ -282,13 +274,13 @@ class Collection(Configuration):
             self._save_histogram = read_boolean("save_histogram", value)
         self.changed()
 
-    def follow(self, save_config: SaveConfig, reduction_config: ReductionConfig) -> None:
-        """Become a collection of a hook: what is not set here is what the hook says."""
+    def attach(self, save_config: SaveConfig, reduction_config: ReductionConfig) -> None:
+        """Use the configuration of a hook for every setting that is not set on this collection."""
         self._hook = (save_config, reduction_config)
         self.save_config = self._save_config
         self.reduction_config = self._reduction_config
 
-    # -- as data -----------------------------------------------------------------------------
+    # -- as data; without the requests, which belong to one model of one process ---------------
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -304,18 +296,6 @@ class Collection(Configuration):
     def from_dict(cls, params: Mapping[str, Any]) -> Collection:
         check_keys(params, _KEYS, "Collection")
         return cls(**params)
-
-    def copy(self) -> Collection:
-        """Without the requests for modules, which belong to one model of one process."""
-        return self.from_dict(self.to_dict())
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self).from_dict, (self.to_dict(),)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Collection):
-            return NotImplemented
-        return self.to_dict() == other.to_dict()
 
     def __hash__(self) -> int:
         return hash(self._name)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from smdist.config.collection import Collection
-from smdist.config.observable import Observable
 from smdist.config.readers import read_text
+from smdist.config.settings import Observable
 from smdist.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -18,10 +18,10 @@ __all__ = ["CollectionManager"]
 
 
 class CollectionManager(Observable):
-    """Name -> collection, the built-in ones of the framework first.
+    """Name -> collection, starting with the built-in ones of the framework.
 
-    Everything handed out follows the hook's own configuration until it is changed, and a change of
-    any of it, the hook's included, reaches whoever watches the manager.
+    Collections use the hook's configuration for every setting that is not set on them. Any change
+    of a collection or of the hook's configuration calls `changed()` of the manager's listeners.
     """
 
     def __init__(
@@ -38,11 +38,13 @@ class CollectionManager(Observable):
         self._type = collection_type
         self._collections: dict[str, Collection] = {}
         self._manual: set[str] = set()
+        save_config.watch(self)
+        reduction_config.watch(self)
         for name, patterns in framework.collections.items():
             self.add(collection_type(name, include_regex=patterns))
 
     def get(self, name: str, create: bool = True) -> Collection:
-        """The collection of that name, created empty if it is missing."""
+        """Return the collection of that name; create an empty one if it is missing."""
         name = read_text("name of a collection", name)
         if name not in self._collections:
             if not create:
@@ -51,29 +53,29 @@ class CollectionManager(Observable):
         return self._collections[name]
 
     def get_manual(self, name: str) -> Collection:
-        """As `get`, for a collection that tensors are put into by hand: it need match nothing."""
+        """Return a collection whose tensors the script saves itself: it may select nothing."""
         self._manual.add(name)
         return self.get(name)
 
     def add(self, collection: Collection | str) -> None:
-        """Take a collection in, in place of any of the same name.
+        """Add a collection, or replace the one of the same name.
 
-        One that replaces a built-in collection and selects nothing by itself keeps the built-in
-        regular expressions.
+        A collection that replaces a built-in one and selects nothing gets the built-in regular
+        expressions.
         """
         if isinstance(collection, str):
             self.get(collection)
             return
         if not isinstance(collection, Collection):
             raise ConfigurationError(
-                f"{collection!r} is no Collection; build one with Collection()"
+                f"{collection!r} is not a Collection; create one with Collection()"
             )
         former = self._collections.get(collection.name)
         if former is not None and former is not collection:
             former.unwatch(self)
         if collection.selects_nothing:
             collection.include(self.framework.collections.get(collection.name, ()))
-        collection.follow(self.save_config, self.reduction_config)
+        collection.attach(self.save_config, self.reduction_config)
         collection.watch(self)
         self._collections[collection.name] = collection
         self.changed()

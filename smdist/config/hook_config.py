@@ -23,7 +23,7 @@ from typing import Any
 from smdist.config.collection import Collection, CollectionKeys
 from smdist.config.collection_manager import CollectionManager
 from smdist.config.framework import Framework
-from smdist.config.parameters import PARAMETERS, Place, Section, read_arguments, read_section
+from smdist.config.parameters import PARAMETERS, Scope, Section, read_arguments, read_section
 from smdist.config.readers import check_keys, error_context
 from smdist.config.reduction_config import ReductionConfig
 from smdist.config.save_config import SaveConfig
@@ -120,7 +120,7 @@ class HookConfig:
             parameters = document.get("HookParameters")
             parameters = {} if parameters is None else parameters
             _check_mapping(parameters, "HookParameters", "it")
-            section = read_section(parameters, Place.HOOK, where)
+            section = read_section(parameters, Scope.HOOK, where)
         given = dict(section.rest)
         with error_context(source):
             given["out_dir"] = _out_dir(document, environ)
@@ -128,7 +128,7 @@ class HookConfig:
             given["tensorboard_dir"] = _sagemaker_tensorboard(environ)
             given["export_tensorboard"] = given["tensorboard_dir"] is not None
         default = SaveConfig(save_interval=framework.save_interval)
-        given["save_config"] = section.save_config(parent=default)
+        given["save_config"] = section.save_config(fallback=default)
         given["reduction_config"] = section.reduction_config()
         given["collections"] = _collections(document.get("CollectionConfigurations"), source)
         named = [collection.name for collection in given["collections"]]
@@ -150,7 +150,7 @@ class HookConfig:
     @classmethod
     def _completed(cls, framework: Framework, given: dict[str, Any]) -> HookConfig:
         save_config = given.get("save_config", SaveConfig())
-        given["save_config"] = save_config.filled(save_interval=framework.save_interval)
+        given["save_config"] = save_config.with_default_interval(framework.save_interval)
         given["include_collections"] = tuple(dict.fromkeys(given.get("include_collections", ())))
         directory = given.get("tensorboard_dir")
         if directory is None and given.get("export_tensorboard"):
@@ -261,8 +261,8 @@ def _collections(given: Any, source: str) -> tuple[CollectionConfig, ...]:
             f"{source}: CollectionConfigurations={given!r} must be a JSON list"
         )
     merged: dict[str, dict[str, Any]] = {}
-    for place, entry in enumerate(given):
-        where = f"{source}, CollectionConfigurations[{place}]"
+    for index, entry in enumerate(given):
+        where = f"{source}, CollectionConfigurations[{index}]"
         _check_mapping(entry, where, "the entry")
         check_keys(entry, ("CollectionName", "CollectionParameters"), where)
         name = entry.get("CollectionName")
@@ -276,6 +276,6 @@ def _collections(given: Any, source: str) -> tuple[CollectionConfig, ...]:
     for name, parameters in merged.items():
         where = f"{source}, collection {name!r}, CollectionParameters"
         with error_context(where):
-            section = read_section(parameters, Place.COLLECTION, where)
+            section = read_section(parameters, Scope.COLLECTION, where)
         result.append(CollectionConfig(name, section))
     return tuple(result)

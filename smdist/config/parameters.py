@@ -1,7 +1,7 @@
 """One table of everything that can be configured: key, how it is read, where it may stand.
 
 Python arguments and JSON both go through it, so that a key means the same in both and an unknown
-one is answered with the nearest that is known in that place.
+one is answered with the nearest that is known in that scope.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from smdist.config.schedule import SAVE_KEYS, read_save_key
 from smdist.errors import ConfigurationError
 from smdist.identity import ModeKeys
 
-__all__ = ["PARAMETERS", "Parameter", "Place", "Section", "read_arguments", "read_section"]
+__all__ = ["PARAMETERS", "Parameter", "Scope", "Section", "read_arguments", "read_section"]
 
 
-class Place(Flag):
+class Scope(Flag):
     PYTHON = auto()  # an argument of a hook's constructor
     HOOK = auto()  # HookParameters in JSON
     COLLECTION = auto()  # CollectionParameters in JSON
@@ -52,7 +52,7 @@ class Parameter:
 
     key: str
     read: Reader
-    places: Place
+    scopes: Scope
     by_mode: bool = False
     in_text: Reader | None = None
 
@@ -115,17 +115,17 @@ def _one_of(*allowed: str) -> Reader:
     return lambda key, value: read_choice(key, value, allowed)
 
 
-_EVERYWHERE = Place.PYTHON | Place.HOOK
-_JSON = Place.HOOK | Place.COLLECTION
+_EVERYWHERE = Scope.PYTHON | Scope.HOOK
+_JSON = Scope.HOOK | Scope.COLLECTION
 
 _TABLE = (
-    Parameter("out_dir", _path, Place.PYTHON),
+    Parameter("out_dir", _path, Scope.PYTHON),
     Parameter("export_tensorboard", read_boolean, _EVERYWHERE),
     Parameter("tensorboard_dir", _path, _EVERYWHERE),
     Parameter("dry_run", read_boolean, _EVERYWHERE),
-    Parameter("reduction_config", lambda _, value: ReductionConfig.parse(value), Place.PYTHON),
-    Parameter("save_config", lambda _, value: SaveConfig.parse(value), Place.PYTHON),
-    Parameter("include_regex", _regex, _EVERYWHERE | Place.COLLECTION, in_text=_regex_in_text),
+    Parameter("reduction_config", lambda _, value: ReductionConfig.parse(value), Scope.PYTHON),
+    Parameter("save_config", lambda _, value: SaveConfig.parse(value), Scope.PYTHON),
+    Parameter("include_regex", _regex, _EVERYWHERE | Scope.COLLECTION, in_text=_regex_in_text),
     Parameter("include_collections", read_names, _EVERYWHERE),
     Parameter("save_all", read_boolean, _EVERYWHERE),
     Parameter("include_workers", _workers, _EVERYWHERE),
@@ -144,8 +144,8 @@ _TABLE = (
     Parameter("save_raw_tensor", read_boolean, _JSON),
     Parameter("save_shape", read_boolean, _JSON),
     *(Parameter(key, read_save_key, _JSON, by_mode=True) for key in SAVE_KEYS),
-    Parameter("save_histogram", read_boolean, Place.COLLECTION),
-    Parameter("tensor_names", read_names, Place.COLLECTION),
+    Parameter("save_histogram", read_boolean, Scope.COLLECTION),
+    Parameter("tensor_names", read_names, Scope.COLLECTION),
 )
 PARAMETERS: Mapping[str, Parameter] = {parameter.key: parameter for parameter in _TABLE}
 
@@ -161,17 +161,17 @@ class Section:
     reduction: Mapping[str, Any]
     rest: Mapping[str, Any]
 
-    def save_config(self, parent: SaveConfig | None = None) -> SaveConfig:
-        return SaveConfig.layered(self.save, self.save_by_mode, parent)
+    def save_config(self, fallback: SaveConfig | None = None) -> SaveConfig:
+        return SaveConfig.partial(self.save, self.save_by_mode, fallback)
 
-    def reduction_config(self, parent: ReductionConfig | None = None) -> ReductionConfig:
-        return ReductionConfig.layered(self.reduction, parent)
+    def reduction_config(self, fallback: ReductionConfig | None = None) -> ReductionConfig:
+        return ReductionConfig.partial(self.reduction, fallback)
 
 
-def keys_in(place: Place) -> Iterable[str]:
-    """Every key that may stand in that place, modes spelled out."""
+def keys_in(scope: Scope) -> Iterable[str]:
+    """Every key that may stand in that scope, modes spelled out."""
     for parameter in PARAMETERS.values():
-        if place in parameter.places:
+        if scope in parameter.scopes:
             yield parameter.key
             if parameter.by_mode:
                 yield from (f"{mode.name.lower()}.{parameter.key}" for mode in ModeKeys)
@@ -179,7 +179,7 @@ def keys_in(place: Place) -> Iterable[str]:
 
 def read_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Python arguments by name; None means "not given"."""
-    check_keys(arguments, keys_in(Place.PYTHON), "the hook's arguments")
+    check_keys(arguments, keys_in(Scope.PYTHON), "the hook's arguments")
     return {
         key: PARAMETERS[key].read(key, value)
         for key, value in arguments.items()
@@ -187,9 +187,9 @@ def read_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def read_section(values: Mapping[str, Any], place: Place, where: str) -> Section:
+def read_section(values: Mapping[str, Any], scope: Scope, where: str) -> Section:
     """A JSON section; null means "not given"."""
-    check_keys(values, keys_in(place), where)
+    check_keys(values, keys_in(scope), where)
     plain: dict[str, dict[str, Any]] = {"save": {}, "reduction": {}, "rest": {}}
     by_mode: dict[ModeKeys, dict[str, Any]] = {}
     for key, value in values.items():

@@ -1,29 +1,67 @@
-"""`SaveConfig`: the settings of all modes, and what they follow where nothing is set."""
+"""`SaveConfig`: when to save, in every mode.
+
+A setting is looked up in this order: the mode's own settings, the plain settings, then the same two
+of the fallback (a hook under a collection, a framework's default under a hook).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
 from smdist.config.readers import error_context
-from smdist.config.save_config_mode import SaveConfigMode, SaveKeys
-from smdist.config.schedule import SAVE_KEYS, Schedule, mode_key, read_save_key, read_save_keys
+from smdist.config.save_config_mode import SaveAttributes, SaveConfigMode, assign_save_key
+from smdist.config.schedule import SAVE_KEYS, Schedule, read_mode, read_save_key, read_save_keys
+from smdist.config.settings import LayeredConfiguration, Observable
 from smdist.errors import ConfigurationError
 from smdist.identity import ModeKeys
 
 __all__ = ["SaveConfig"]
 
 
-class SaveConfig(SaveKeys):
+class _Layer(Observable):
+    """What was set on a SaveConfig.
+
+    plain:    settings for all modes
+    partial:  settings of single modes, which override the plain ones
+    complete: modes that were given as a whole; nothing else applies to them
+    """
+
+    def __init__(
+        self,
+        plain: dict[str, Any],
+        complete: dict[ModeKeys, SaveConfigMode],
+        partial: dict[ModeKeys, dict[str, Any]],
+    ) -> None:
+        super().__init__()
+        self.plain, self.partial = plain, partial
+        self.complete: dict[ModeKeys, SaveConfigMode] = {}
+        self.replace(complete)
+
+    def replace(self, complete: Mapping[ModeKeys, SaveConfigMode]) -> None:
+        for mode, config in complete.items():
+            self.complete[mode] = config
+            self.partial.pop(mode, None)
+            config.watch(self)
+
+    def copy(self) -> _Layer:
+        complete = {mode: config.copy() for mode, config in self.complete.items()}
+        return _Layer(dict(self.plain), complete, {m: dict(v) for m, v in self.partial.items()})
+
+
+class SaveConfig(LayeredConfiguration, SaveAttributes):
     """When to save, for every mode.
 
-    `mode_save_configs` maps a mode (or its name) to a `SaveConfigMode` (or a dict of its settings);
-    a mode that is given is complete with its own defaults, all others follow the four plain
-    settings. Assigning a plain setting later (`config.end_step = 0`) sets it for all modes. Reading
-    one gives what holds for mode GLOBAL.
+    `mode_save_configs` maps a mode (or its name) to a `SaveConfigMode` (or a dict of its settings).
+    Such a mode is complete with its own defaults; all others follow the four plain settings.
+    Assigning a plain setting later (`config.end_step = 0`) sets it for all modes. Reading one
+    returns the value for mode GLOBAL.
     """
+
+    _layer: _Layer
 
     def __init__(
         self,
@@ -33,85 +71,51 @@ class SaveConfig(SaveKeys):
         end_step: int | None = None,
         save_steps: Any = None,
     ) -> None:
-        super().__init__()
         given = (save_interval, start_step, end_step, save_steps)
-        self._base = SaveConfigMode()
-        self._base._own = read_save_keys(dict(zip(SAVE_KEYS, given, strict=True)), "SaveConfig")
-        self._modes = _read_modes(mode_save_configs)
-        # Handed out by get_save_config() for a mode that was not given; empty until assigned to.
-        self._views: dict[ModeKeys, SaveConfigMode] = {}
-        self._parent: SaveConfig | None = None
-        # Modes given and nothing else: in a collection, the other modes follow the hook.
-        self._open = mode_save_configs is not None and not self._base._own
-        self._watch_parts()
+        plain = read_save_keys(dict(zip(SAVE_KEYS, given, strict=True)), "SaveConfig")
+        super().__init__(_Layer(plain, _read_modes(mode_save_configs), {}))
+        # With modes and nothing else, the other modes follow the hook in a collection.
+        self._is_partial = mode_save_configs is not None and not plain
 
     @classmethod
-    def layered(
+    def partial(
         cls,
-        base: Mapping[str, Any] | None = None,
-        modes: Mapping[ModeKeys, Mapping[str, Any]] | None = None,
-        parent: SaveConfig | None = None,
+        plain: Mapping[str, Any] | None = None,
+        by_mode: Mapping[ModeKeys, Mapping[str, Any]] | None = None,
+        fallback: SaveConfig | None = None,
     ) -> SaveConfig:
-        """Each setting by itself: that of the mode, else of `base`, else whatever `parent` says."""
-        config = cls(**dict(base or {}))
-        config._parent, config._open = parent, True
-        for mode, values in (modes or {}).items():
-            config.get_save_config(mode)._own.update(
-                read_save_keys(values, f"SaveConfig of {mode.name}")
-            )
-        config._watch_parts()
+        """Return a configuration that reads each setting that is not given from `fallback`."""
+        config = cls(**dict(plain or {}))
+        config._fallback, config._is_partial = fallback, True
+        for mode, values in (by_mode or {}).items():
+            config._layer.partial[mode] = read_save_keys(values, f"SaveConfig of {mode.name}")
         return config
 
-    def under(self, parent: SaveConfig) -> SaveConfig:
-        """This configuration in a collection of a hook that is configured by `parent`.
-
-        Itself, if it is complete; a collection that moves to another hook follows that one.
-        """
-        settled = not self._open or parent is self or parent is self._parent
-        return self if settled else self._joined(parent)
-
-    def filled(self, **defaults: Any) -> SaveConfig:
-        """The same with other defaults (a framework's interval) for what was not given."""
-        normal = all(getattr(Schedule(), key) == value for key, value in defaults.items())
-        if normal or self._parent is not None or defaults.keys() <= self._base._own.keys():
+    def with_default_interval(self, save_interval: int) -> SaveConfig:
+        """Return the same with a framework's default interval for the case that none is set."""
+        known = self._fallback is not None or "save_interval" in self._layer.plain
+        if known or save_interval == Schedule().save_interval:
             return self
-        return self._joined(SaveConfig(**defaults))
+        return self._over(SaveConfig(save_interval=save_interval))
 
-    def _joined(self, parent: SaveConfig) -> SaveConfig:
-        """Shares its settings with this one: a later change of either is seen in both."""
-        joined = SaveConfig()
-        joined._base, joined._modes = self._base, self._modes
-        joined._parent, joined._open = parent, True
-        for mode, view in self._views.items():
-            joined.get_save_config(mode)._own = view._own
-            view.watch(joined)
-        joined._watch_parts()
-        return joined
-
-    def _watch_parts(self) -> None:
-        for part in (self._base, self._parent, *self._modes.values(), *self._views.values()):
-            if part is not None:
-                part.watch(self)
-
-    # -- what it comes to --------------------------------------------------------------------
+    # -- resolved values ---------------------------------------------------------------------
 
     def schedule(self, mode: ModeKeys) -> Schedule:
-        own = self._modes.get(mode) or self._views.get(mode)
-        return own.schedule() if own is not None else self.schedule_below(mode)
+        return Schedule(**ChainMap(*self._layers(mode)))
 
-    def schedule_below(self, mode: ModeKeys) -> Schedule:
-        """What holds for `mode` apart from its own settings."""
-        rest = self._parent.schedule(mode) if self._parent is not None else Schedule()
-        return replace(rest, **self._base._own)
-
-    def should_save(self, mode: ModeKeys, step: int) -> bool:
-        return self.schedule(mode).should_save(step)
+    def _layers(self, mode: ModeKeys) -> Iterator[dict[str, Any]]:
+        config: SaveConfig | None = self
+        while config is not None:
+            layer = config._layer
+            if mode in layer.complete:
+                yield vars(layer.complete[mode].schedule())
+                return
+            yield layer.partial.get(mode, {})
+            yield layer.plain
+            config = config._fallback
 
     def should_save_step(self, mode: ModeKeys, step_num: int) -> bool:
-        return self.should_save(mode, step_num)
-
-    def next_due(self, mode: ModeKeys, step: int) -> int:
-        return self.schedule(mode).next_due(step)
+        return self.schedule(mode).should_save(step_num)
 
     # -- access ------------------------------------------------------------------------------
 
@@ -122,18 +126,19 @@ class SaveConfig(SaveKeys):
         if value is not None:
             with error_context("SaveConfig"):
                 value = read_save_key(key, value)
-        for part in (self._base, *self._modes.values(), *self._views.values()):
-            part._put(key, value)
+        for own in (self._layer.plain, *self._layer.partial.values()):
+            assign_save_key(own, key, value)
+        for config in self._layer.complete.values():
+            config._put(key, value)
+        self.changed()
 
     def get_save_config(self, mode: ModeKeys) -> SaveConfigMode:
-        """The settings of one mode; assigning to them changes this mode only."""
-        mode = mode_key(mode)
-        found = self._modes.get(mode) or self._views.get(mode)
-        if found is None:
-            found = self._views[mode] = SaveConfigMode()
-            found._below = (self, mode)
-            found.watch(self)
-        return found
+        """Return the settings of one mode; assigning to them changes this mode only."""
+        mode, layer = read_mode(mode), self._layer
+        if mode in layer.complete:
+            return layer.complete[mode]
+        own = layer.partial.setdefault(mode, {})
+        return SaveConfigMode.view(own, lambda: self.schedule(mode), layer)
 
     @property
     def mode_save_configs(self) -> Mapping[ModeKeys, SaveConfigMode]:
@@ -141,21 +146,19 @@ class SaveConfig(SaveKeys):
         return MappingProxyType({mode: self.get_save_config(mode) for mode in ModeKeys})
 
     def merge_default_save_config(self, default_save_config: SaveConfig) -> None:
-        """Modes that were not given take over what `default_save_config` says now."""
-        if self._open and self._parent is None:
-            self._parent, self._open = default_save_config.copy(), False
-            self._base.changed()
+        """Use a copy of `default_save_config` for the modes that were not given."""
+        if self._is_partial and self._fallback is None:
+            self._fallback, self._is_partial = default_save_config.copy(), False
+            self.changed()
 
     def set_save_config(self, mode: ModeKeys, save_config_mode: Any) -> None:
-        self._modes.update(_read_modes({mode: save_config_mode}))
-        self._views.pop(mode_key(mode), None)
-        self._watch_parts()
-        self._base.changed()  # heard by everybody who shares these settings
+        self._layer.replace(_read_modes({mode: save_config_mode}))
+        self.changed()
 
     # -- as data -----------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """Mode name -> its four settings, everything resolved."""
+        """Return mode name -> its four settings, resolved."""
         result: dict[str, Any] = {}
         for mode in ModeKeys:
             values = asdict(self.schedule(mode))
@@ -166,9 +169,9 @@ class SaveConfig(SaveKeys):
     def from_dict(
         cls, params: Mapping[Any, Any], default_values: Mapping[str, Any] | None = None
     ) -> SaveConfig:
-        """From mode -> settings, or from the plain settings themselves.
+        """Read mode -> settings, or the plain settings themselves.
 
-        `default_values` are for what is not set; modes that are not given at all stay open.
+        `default_values` are used for settings that are not given, but not for modes that are not.
         """
         defaults = dict(default_values or {})
         if params and set(params) <= set(SAVE_KEYS):
@@ -177,12 +180,12 @@ class SaveConfig(SaveKeys):
 
     @classmethod
     def from_save_config_mode(cls, save_config_mode: SaveConfigMode) -> SaveConfig:
-        """The same settings, shared, for every mode."""
+        """Use the same settings object for every mode."""
         return cls(mode_save_configs=dict.fromkeys(ModeKeys, save_config_mode))
 
     @classmethod
     def parse(cls, obj: object) -> SaveConfig:
-        """What a hook or a collection accepts as its `save_config`."""
+        """Read what a hook or a collection accepts as its `save_config`."""
         if obj is None:
             return cls()
         if isinstance(obj, SaveConfig):
@@ -197,29 +200,12 @@ class SaveConfig(SaveKeys):
         )
 
     def copy(self) -> SaveConfig:
-        """An independent one that saves at the same steps."""
-        if self._parent is not None:
+        """Return an independent configuration that saves at the same steps."""
+        if self._fallback is not None:
             return SaveConfig.from_dict(self.to_dict())
         new = SaveConfig()
-        new._base, new._open = self._base.copy(), self._open
-        new._modes = {mode: value.copy() for mode, value in self._modes.items()}
-        for mode, view in self._views.items():
-            new.get_save_config(mode)._own.update(view._own)
-        new._watch_parts()
+        new._layer, new._is_partial = self._layer.copy(), self._is_partial
         return new
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return SaveConfig.from_dict, (self.to_dict(),)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, SaveConfig):
-            return NotImplemented
-        return all(self.schedule(mode) == other.schedule(mode) for mode in ModeKeys)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return f"SaveConfig({', '.join(f'{m.name}: {self.schedule(m)}' for m in ModeKeys)})"
 
 
 def _read_modes(
@@ -233,7 +219,7 @@ def _read_modes(
         )
     result = {}
     for key, value in given.items():
-        mode = mode_key(key)
+        mode = read_mode(key)
         if value is None:
             continue
         if isinstance(value, Mapping):

@@ -1,74 +1,44 @@
-"""`SaveConfigMode`: the settings of one mode."""
+"""`SaveConfigMode`: when to save in one mode."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
 
-from smdist.config.observable import Configuration, ListView
 from smdist.config.readers import check_keys, error_context
 from smdist.config.schedule import SAVE_KEYS, Schedule, read_save_key, read_save_keys
+from smdist.config.settings import Configuration, ListView, Observable, Setting
 from smdist.errors import ConfigurationError, UnknownKey
-from smdist.identity import ModeKeys
 
-if TYPE_CHECKING:
-    from smdist.config.save_config import SaveConfig
-
-__all__ = ["SaveConfigMode", "SaveKeys"]
+__all__ = ["SaveAttributes", "SaveConfigMode", "assign_save_key"]
 
 
-class SaveKeys(Configuration):
-    """The four settings as attributes; checked when they are assigned."""
+class SaveAttributes(Configuration):
+    """The four settings of a schedule as attributes."""
 
-    def _get(self, key: str) -> Any:
-        raise NotImplementedError
-
-    def _put(self, key: str, value: object) -> None:
-        raise NotImplementedError
-
-    @property
-    def save_interval(self) -> int:
-        return int(self._get("save_interval"))
-
-    @save_interval.setter
-    def save_interval(self, value: int | None) -> None:
-        self._put("save_interval", value)
-
-    @property
-    def start_step(self) -> int:
-        return int(self._get("start_step"))
-
-    @start_step.setter
-    def start_step(self, value: int | None) -> None:
-        self._put("start_step", value)
-
-    @property
-    def end_step(self) -> int | None:
-        found = self._get("end_step")
-        return None if found is None else int(found)
-
-    @end_step.setter
-    def end_step(self, value: int | None) -> None:
-        self._put("end_step", value)
-
-    @property
-    def save_steps(self) -> ListView[int]:
-        return ListView(lambda: self._get("save_steps"), lambda new: self._put("save_steps", new))
-
-    @save_steps.setter
-    def save_steps(self, value: Any) -> None:
-        self._put("save_steps", value)
+    save_interval: Setting[int] = Setting()
+    start_step: Setting[int] = Setting()
+    end_step: Setting[int | None] = Setting()
+    save_steps: Setting[ListView[int]] = Setting()
 
     def __setattr__(self, name: str, value: object) -> None:
-        # A misspelt setting must not become a new attribute that nobody reads.
+        # A misspelt setting must not become a new attribute that nothing reads.
         if not name.startswith("_") and name not in SAVE_KEYS:
             raise UnknownKey(name, SAVE_KEYS, type(self).__name__)
         super().__setattr__(name, value)
 
 
-class SaveConfigMode(SaveKeys):
-    """When to save in one mode. What is not given has its default: interval 500 from step 0 on."""
+def assign_save_key(own: dict[str, Any], key: str, value: object) -> None:
+    """Set a checked value. None removes the setting, except that `end_step` None means no end."""
+    if value is None and key != "end_step":
+        own.pop(key, None)
+    else:
+        own[key] = value
+
+
+class SaveConfigMode(SaveAttributes):
+    """When to save in one mode. The default is every 500 steps, starting at step 0."""
 
     def __init__(
         self,
@@ -80,34 +50,32 @@ class SaveConfigMode(SaveKeys):
         super().__init__()
         given = (save_interval, start_step, end_step, save_steps)
         self._own = read_save_keys(dict(zip(SAVE_KEYS, given, strict=True)), type(self).__name__)
-        # Set for the modes of a layered SaveConfig: what is not set here is asked for there.
-        self._below: tuple[SaveConfig, ModeKeys] | None = None
+        self._resolve: Callable[[], Schedule] | None = None  # set in a view
+
+    @classmethod
+    def view(
+        cls, own: dict[str, Any], resolve: Callable[[], Schedule], owner: Observable
+    ) -> SaveConfigMode:
+        """Return the settings of one mode of a SaveConfig: writes go to `own`, reads to `resolve`."""
+        found = cls()
+        found._own, found._resolve = own, resolve
+        found.watch(owner)
+        return found
 
     def schedule(self) -> Schedule:
-        if self._below is None:
-            return Schedule(**self._own)
-        config, mode = self._below
-        return replace(config.schedule_below(mode), **self._own)
+        return Schedule(**self._own) if self._resolve is None else self._resolve()
 
     def should_save_step(self, step_num: int) -> bool:
         return self.schedule().should_save(step_num)
-
-    def next_due(self, step: int) -> int:
-        return self.schedule().next_due(step)
 
     def _get(self, key: str) -> Any:
         return getattr(self.schedule(), key)
 
     def _put(self, key: str, value: object) -> None:
-        if value is None:
-            # "No end" is a value; for the others None means what holds below.
-            if key == "end_step":
-                self._own[key] = None
-            else:
-                self._own.pop(key, None)
-        else:
+        if value is not None:
             with error_context(type(self).__name__):
-                self._own[key] = read_save_key(key, value)
+                value = read_save_key(key, value)
+        assign_save_key(self._own, key, value)
         self.changed()
 
     def to_dict(self) -> dict[str, Any]:
@@ -118,25 +86,7 @@ class SaveConfigMode(SaveKeys):
         cls, params: Mapping[str, Any], default_values: Mapping[str, Any] | None = None
     ) -> SaveConfigMode:
         if not isinstance(params, Mapping):
-            raise ConfigurationError(f"{cls.__name__}: {params!r} is not a dict of its settings")
+            raise ConfigurationError(f"{cls.__name__}: {params!r} is not a dict of settings")
         settings = {**(default_values or {}), **params}
         check_keys(settings, SAVE_KEYS, cls.__name__)
         return cls(**settings)
-
-    def copy(self) -> SaveConfigMode:
-        new = SaveConfigMode()
-        new._own = asdict(self.schedule()) if self._below else dict(self._own)
-        return new
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return SaveConfigMode, tuple(self.copy()._own.get(key) for key in SAVE_KEYS)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, SaveConfigMode):
-            return NotImplemented
-        return self.schedule() == other.schedule()
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return f"SaveConfigMode({', '.join(f'{k}={v!r}' for k, v in self.to_dict().items())})"

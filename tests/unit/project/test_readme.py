@@ -108,10 +108,10 @@ def test_the_format_names_every_key_of_a_run() -> None:
 
 @pytest.mark.torch
 def test_what_json_spells_in_another_way_is_told() -> None:
-    from smdist.config.parameters import Place, keys_in
+    from smdist.config.parameters import Scope, keys_in
 
     hook = importlib.import_module("smdist.pytorch").Hook
-    python, in_json = set(inspect.signature(hook).parameters), set(keys_in(Place.HOOK))
+    python, in_json = set(inspect.signature(hook).parameters), set(keys_in(Scope.HOOK))
     guide = (REPOSITORY / "docs" / "guide.md").read_text()
     told = guide.partition("with these exceptions:")[2].partition("\n`train.")[0]
     plain = {key for key in in_json if "." not in key}

@@ -244,7 +244,7 @@ def test_next_due_is_the_first_step_with_anything_due(
     for step in steps:  # in any order: the cache must not depend on it
         expected = next((s for s in range(step, 120) if planner.wants("x", TRAIN, s)), NEVER)
         assert planner.next_due(TRAIN, step) == expected
-        due = [n for n in names if save_config(manager, n).should_save(TRAIN, step)]
+        due = [n for n in names if save_config(manager, n).should_save_step(TRAIN, step)]
         assert list(planner.at(TRAIN, step).due) == due
 
 

@@ -138,9 +138,9 @@ def test_a_handed_out_collection_is_its_own_to_change(manager: CollectionManager
     assert losses.save_config.save_interval == 10
     losses.save_config.end_step = 0
     weights.reduction_config.reductions = ["mean"]
-    assert not losses.save_config.should_save(ModeKeys.TRAIN, 0)
-    assert weights.save_config.should_save(ModeKeys.TRAIN, 0)
-    assert manager.save_config.should_save(ModeKeys.TRAIN, 0)
+    assert not losses.save_config.should_save_step(ModeKeys.TRAIN, 0)
+    assert weights.save_config.should_save_step(ModeKeys.TRAIN, 0)
+    assert manager.save_config.should_save_step(ModeKeys.TRAIN, 0)
     assert not manager.reduction_config.names
     manager.save_config.save_interval = 3
     assert weights.save_config.save_interval == 3
@@ -168,7 +168,7 @@ def test_adding_replaces_and_keeps_built_in_patterns(manager: CollectionManager)
     manager.watch(ear)
     former.include("x")
     assert ear.heard == 0
-    with pytest.raises(ConfigurationError, match="is no Collection"):
+    with pytest.raises(ConfigurationError, match="is not a Collection"):
         manager.add(3)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="no collection 'zz'"):
         manager.get("zz", create=False)
@@ -226,7 +226,7 @@ def test_a_collection_that_moves_follows_its_new_hook(manager: CollectionManager
     assert mine.reduction_config is not None
     assert mine.reduction_config.names == {"mean"}
     ear = Ear()
-    mine.watch(ear)
+    other.watch(ear)
     other.reduction_config.norms = ["l1"]
     assert ear.heard
     assert mine.reduction_config.names == {"mean", "l1"}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from smdist.config import PYTORCH, Framework, HookConfig
 from smdist.config.collection import Collection
 from smdist.config.hook_config import CONFIG_VARIABLE, SAGEMAKER_OUT_DIR
-from smdist.config.parameters import PARAMETERS, Place, keys_in
+from smdist.config.parameters import PARAMETERS, Scope, keys_in
 from smdist.config.reduction_config import ReductionConfig
 from smdist.config.save_config import SaveConfig
 from smdist.config.save_config_mode import SaveConfigMode
@@ -218,13 +218,13 @@ SEED_COLLECTION_KEYS = [
 
 
 def test_every_documented_key_is_known() -> None:
-    assert set(SEED_HOOK_KEYS) <= set(keys_in(Place.HOOK))
-    assert set(SEED_COLLECTION_KEYS) <= set(keys_in(Place.COLLECTION))
+    assert set(SEED_HOOK_KEYS) <= set(keys_in(Scope.HOOK))
+    assert set(SEED_COLLECTION_KEYS) <= set(keys_in(Scope.COLLECTION))
 
 
 def test_every_python_parameter_is_a_field() -> None:
     fields = set(HookConfig.__dataclass_fields__) - {"framework", "collections"}
-    assert fields == {k for k, p in PARAMETERS.items() if Place.PYTHON in p.places}
+    assert fields == {k for k, p in PARAMETERS.items() if Scope.PYTHON in p.scopes}
 
 
 @pytest.mark.parametrize("as_text", [False, True])
@@ -423,7 +423,7 @@ def test_tensorboard_in_a_sagemaker_job_has_its_own_file(tmp_path: Path) -> None
         ({"save_interval": 0}, None, r"x\.json, HookParameters: save_interval=0 is too small"),
         ({"train.save_interval": "0"}, None, r"train\.save_interval=0 is too small"),
         ({"save_steps": "1,x"}, None, r"HookParameters: save_steps='x' is not a whole number"),
-        ({"reductions": "mean,foo"}, None, "reductions: 'foo' is no reduction"),
+        ({"reductions": "mean,foo"}, None, "reductions: 'foo' is not a reduction"),
         ({"include_regex": "ok,("}, None, r"HookParameters: include_regex '\(' .*position 0"),
         (None, [3], r"x\.json, CollectionConfigurations\[0\]: the entry is 3"),
         ([], None, "x.json, HookParameters.*must be a JSON object"),

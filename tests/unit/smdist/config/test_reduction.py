@@ -46,13 +46,13 @@ def test_one_name_for_each(given: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"reductions": ["meen"]}, "'meen' is no reduction; did you mean 'mean'"),
-        ({"reductions": ["q99"]}, "'q99' is no quantile; write one of 0 to 1"),
+        ({"reductions": ["meen"]}, "'meen' is not a reduction; did you mean 'mean'"),
+        ({"reductions": ["q99"]}, "'q99' is not a quantile; write one from 0 to 1"),
         ({"reductions": [3]}, "reductions=3"),
         ({"reductions": 3}, "reductions=3 is neither text nor a list"),
-        ({"norms": ["mean"]}, "norms: 'mean' is no norm"),
-        ({"abs_norms": ["l3"]}, "abs_norms: 'l3' is no reduction"),
-        ({"abs_reductions": ["nans"]}, "abs_reductions: 'abs_nans' is no reduction"),
+        ({"norms": ["mean"]}, "norms: 'mean' is not a norm"),
+        ({"abs_norms": ["l3"]}, "abs_norms: 'l3' is not a reduction"),
+        ({"abs_reductions": ["nans"]}, "abs_reductions: 'abs_nans' is not a reduction"),
         ({"save_raw_tensor": "maybe"}, "save_raw_tensor='maybe' is neither true nor false"),
         ({"save_shape": 3}, "save_shape=3"),
     ],
@@ -97,13 +97,13 @@ def test_lists_can_be_edited_in_place() -> None:
 
 def test_layers_read_through_key_by_key() -> None:
     hook = ReductionConfig(reductions=["mean"], norms=["l1"])
-    child = ReductionConfig.layered({"save_raw_tensor": "true"}, parent=hook)
+    child = ReductionConfig.partial({"save_raw_tensor": "true"}, fallback=hook)
     assert child.names == {"mean", "l1"}
     assert child.keeps_raw
     assert not hook.keeps_raw
     hook.reductions = ["max"]
     assert child.names == {"max", "l1"}
-    other = ReductionConfig.layered({"reductions": "abs_std"}, parent=hook)
+    other = ReductionConfig.partial({"reductions": "abs_std"}, fallback=hook)
     assert other.names == {"abs_std"}
 
 

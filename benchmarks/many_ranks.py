@@ -28,7 +28,7 @@ from benchmarks.machine import load, status_bytes
 from benchmarks.table import Row, plain
 from smdist.coordination.snapshot.pack import POINTER_KEY, PackedSnapshot, pack
 from smdist.coordination.view.run_view import View, add
-from smdist.format.fold import view_of_facts
+from smdist.format.fold import fold
 from smdist.format.inline_segment import extract_segment
 from smdist.format.journal_records import Close, Declare, Inline, Piece, TensorSpec
 from smdist.format.layout import Layout
@@ -97,7 +97,7 @@ def segment_of(size: Size, rank: int, seq: int, steps: Sequence[int], kind: Decl
         pieces.append(Piece(2 * step + 1, Close(*where), None))
     key = segment_key(worker_name(rank), 0, seq, f"{rank:08x}")
     session = session_of(size, rank)
-    blocks = view_of_facts(pieces).blocks
+    blocks = fold(pieces).blocks
     return compose(blocks, _no_arena, key=key, run_id="simulated", session=session, seq=seq)
 
 
@@ -163,7 +163,7 @@ class Merge:
         for rank in range(size.ranks):
             add(self.view, session_of(size, rank))
 
-    def view_of_facts(self, manifests: Sequence[bytes]) -> None:
+    def fold(self, manifests: Sequence[bytes]) -> None:
         for data in manifests:
             manifest, _ = extract_segment("", msgspec.json.decode(data, type=RankManifest))
             add(self.view, manifest)

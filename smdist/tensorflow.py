@@ -41,7 +41,7 @@ _KINDS: dict[str, type[TensorflowHook]] = {
     "session": SessionHook,
     "estimator": EstimatorHook,
 }
-_PATIENCE_S = 60.0
+_FLUSH_S = 60.0
 _current: TensorflowHook | None = None
 
 
@@ -54,9 +54,9 @@ def create_trial(
     """As `smdist.create_trial`. What hooks of this very process have saved there is waited for, so
     that a script finds its own run without closing its hook."""
     place = options.get("out_dir") if path is None else path
-    for hook in lifecycle.living():
-        if isinstance(hook, TensorflowHook) and place is not None and _same(hook.out_dir, place):
-            hook.flush(_PATIENCE_S)
+    for hook in lifecycle.open_hooks():
+        if place is not None and _same(hook.out_dir, place):
+            hook.flush(_FLUSH_S)
     return open_trial(path, name, range_steps, **options)
 
 

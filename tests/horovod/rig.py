@@ -136,7 +136,7 @@ def finish(job: Job) -> str:
     said = job.output
     assert set(codes) == {0}, said
     assert "smdist:" not in said, said
-    assert "training goes on" not in said, said
+    assert "training continues" not in said, said
     return said
 
 

@@ -64,7 +64,7 @@ def train(model: nn.Module, steps: int) -> None:
 
 
 def trouble(hook: smd.Hook) -> str:
-    capture = hook._session.capture
+    capture = hook._core.session.capture
     assert capture is not None
     return capture._ack_page.last_error
 

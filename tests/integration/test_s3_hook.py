@@ -186,7 +186,7 @@ def test_a_store_that_refuses_is_told_once_and_waited_for(
     assert 0 < _usage(hook).stored_bytes <= _usage(hook).captured_bytes, "counted alike"
     proxy.inject(Answer(403, "AccessDenied"), method="PUT")
     train(model, 5)
-    until(lambda: hook._session.capture._ack_page.last_error, "the uploader's trouble")  # type: ignore[union-attr]
+    until(lambda: hook._core.session.capture._ack_page.last_error, "the uploader's trouble")  # type: ignore[union-attr]
     with pytest.raises(DrainTimeout) as caught:
         hook.close(timeout=5)
     (spool,) = tmp_path.glob("smdist-*/*/spool.json")
@@ -235,7 +235,7 @@ def test_the_advice_to_recover_can_be_followed_beside_the_living_process(
     proxy.inject(Answer(403, "AccessDenied"), method="PUT")
     train(model, 5 if entered else 8)
     hook.close(timeout=0.1)
-    supervisor = hook._session._supervisor
+    supervisor = hook._core.session._supervisor
     assert supervisor is not None
     assert supervisor.join(60), "the uploader to give up"
     said = capfd.readouterr().err

@@ -98,7 +98,7 @@ def test_a_dry_run_plans_and_writes_nothing(tmp_path: Path) -> None:
         hook.register_module(net)
         train(net, 2)
         hook.save_scalar("x", 1)
-        sink: Any = hook._session.open()
+        sink: Any = hook._core.session.open()
         assert sink.tensors > 20
         assert hook.usage() is None
     assert not (tmp_path / "run").exists()

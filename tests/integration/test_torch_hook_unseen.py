@@ -13,7 +13,7 @@ from torch import nn
 import smdist.pytorch as smd
 from tests.support.torch_jobs import Net, beside_waiting, hooked, read, train
 
-UNSEEN = "no step was seen, and nothing of Net is captured"
+UNSEEN = "Nothing was captured from Net: the registered module was never called."
 
 
 def around_it(net: nn.Module) -> Any:
@@ -90,7 +90,7 @@ def test_steps_drawn_by_hand_are_steps(tmp_path: Path, caplog: pytest.LogCapture
     assert not beside_waiting(caplog.messages)
 
 
-def test_settings_that_no_step_fulfils_are_told(
+def test_warns_of_schedule_that_is_never_due(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     net = Net()
@@ -101,11 +101,11 @@ def test_settings_that_no_step_fulfils_are_told(
         hook.get_collection("weights").save_config = smd.SaveConfig(end_step=50, start_step=60)
         train(net, 3)
     (said,) = beside_waiting(caplog.messages)
-    assert "collections weights, losses are never saved" in said
-    assert "start_step=1 on and before end_step=100; give a later end_step" in said
+    assert "Collections weights, losses will never be saved" in said
+    assert "[start_step=1, end_step=100). Raise end_step" in said
 
 
-def test_so_are_those_that_a_script_makes_of_them_later(
+def test_warns_of_schedule_set_on_a_collection(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     net = Net()
@@ -115,10 +115,10 @@ def test_so_are_those_that_a_script_makes_of_them_later(
         )
         hook.register_module(net)
         train(net, 1)
-    assert "start_step=10 on and before end_step=5" in caplog.text
+    assert "[start_step=10, end_step=5)" in caplog.text
 
 
-def test_patterns_that_matched_nothing_are_told_at_the_end(
+def test_warns_at_close_of_patterns_without_match(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     net = Net()
@@ -129,7 +129,7 @@ def test_patterns_that_matched_nothing_are_told_at_the_end(
         assert "fc3" not in caplog.text
     ((told,),) = read(tmp_path / "run").troubles().values()
     assert told == (
-        "include_regex 'fc3' of collection 'mine' matched no tensor: it saved nothing; compare it "
-        "with trial.tensor_names()"
+        "include_regex 'fc3' of collection 'mine' matched no tensor and saved nothing. "
+        "Compare it with trial.tensor_names()."
     )
     assert caplog.text.count(told) == 1

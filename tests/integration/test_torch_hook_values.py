@@ -112,7 +112,7 @@ def test_a_step_with_a_value_alone_is_closed_by_the_next(tmp_path: Path) -> None
         hook.register_module(net)
         train(net, 3)
         hook.save_scalar("x", 1)
-        capture = hook._session.capture
+        capture = hook._core.session.capture
         assert capture is not None
         assert capture.open_step == (smd.modes.GLOBAL, 2, 2)
         train(net, 1)

@@ -99,7 +99,7 @@ def run(order: dict[str, Any], rank: int) -> None:
         hook.save_scalar("twice", 2 * step)
         optimizer.step()
         if step == 0:
-            say(spool=str(hook._session._spool))
+            say(spool=str(hook._core.session._spool))
         progress.write_text(str(step))
         time.sleep(order.get("step_s", 0.0))  # what else a step would do
         if order.get("until_stopped") and stop.exists():

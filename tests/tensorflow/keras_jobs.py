@@ -102,7 +102,10 @@ def is_ours(function: Any) -> bool:
 
 
 def parts_of(hook: smd.KerasHook) -> list[weakref.ref[Any]]:
-    return [weakref.ref(part) for part in (hook, hook._recording, hook._recorder, hook._errors)]
+    return [
+        weakref.ref(part)
+        for part in (hook, hook._recording, hook._core.recorder, hook._core.errors)
+    ]
 
 
 def wait_until_gone(parts: list[weakref.ref[Any]]) -> None:

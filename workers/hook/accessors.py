@@ -1,4 +1,4 @@
-"""What a hook is made of, and what it can be asked. Framework-neutral."""
+"""What a script can ask a hook: its settings, collections, steps and counts."""
 
 from __future__ import annotations
 
@@ -8,30 +8,21 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from typing_extensions import Self
 
-from smdist.config import CollectionManager, HookConfig
+from smdist.config import CollectionManager
 from smdist.config.collection import Collection, CollectionKeys
 from smdist.config.reduction_config import ReductionConfig
 from smdist.config.save_config import SaveConfig
-from smdist.identity import ModeKeys, worker_name
-from smdist.planning import Planner
+from smdist.identity import ModeKeys
 from smdist.workers.capture.capture import Usage
-from smdist.workers.hook import lifecycle
-from smdist.workers.hook.capture_session import CaptureSession, Sink
-from smdist.workers.hook.error_policy import ErrorPolicy
-from smdist.workers.hook.overhead_controller import OverheadController
-from smdist.workers.hook.process_settings import ProcessSettings
-from smdist.workers.hook.recorder import Recorder
-from smdist.workers.hook.step_clock import StepClock
-from smdist.workers.hook.user_values import TensorAdapter, UserValues
-from smdist.workers.spool.logs import logger
+from smdist.workers.hook.core import HookCore
 
-__all__ = ["HookParts"]
+__all__ = ["HookAccessors"]
 
 T = TypeVar("T")
 
 _REGISTER = "call hook.register_module(module) instead"
-_PROFILING = "smdist does not profile; torch.profiler does"
-# What hooks of the ancestor have and ours have not, and what to do about it.
+_PROFILING = "smdist does not profile; use torch.profiler"
+# What smdebug's hooks have and ours have not, and what to do instead.
 _ABSENT: Final[Mapping[str, str]] = {
     "backward_hook": _REGISTER,
     "bhook": _REGISTER,
@@ -51,49 +42,12 @@ _ABSENT: Final[Mapping[str, str]] = {
 }
 
 
-class HookParts(Generic[T]):
-    def _put_together(
-        self,
-        config: HookConfig,
-        reading: TensorAdapter[T],
-        collection_type: type[Collection],
-        where: ProcessSettings,
-        silent: bool,
-    ) -> None:
-        self._config = config
-        self._log = logger()
-        self._active = (
-            lifecycle.enabled() and not silent
-        )  # False once nothing will be saved any more
-        self._described = self._introduced = self._told_never_due = False
-        self._manager = config.build_manager(collection_type)
-        self._planner = Planner(config, self._manager)
-        self._clock = StepClock()
-        self._errors = ErrorPolicy(config.on_error, self._log)
-        self._session: CaptureSession[T] = CaptureSession(
-            config, where, reading.access, self._log, self._errors.warn_once
-        )
-        self._recorder: Recorder[T] = Recorder(reading.describe)
-        self._overhead: OverheadController | None = None
-        if config.overhead_budget is not None:
-            self._recorder.metered = True
-            self._overhead = OverheadController(
-                config.overhead_budget, lambda: self._recorder.spent_s
-            )
-        self._values = UserValues(
-            reading,
-            self._clock,
-            self._planner,
-            self._recorder,
-            self._sink,
-            self._errors.warn_once,
-        )
+class HookAccessors(Generic[T]):
+    """What a hook can be asked, in smdebug's words where it had them. All answers are the core's."""
 
-    def _sink(self) -> Sink[T] | None:
-        raise NotImplementedError
+    _core: HookCore[T]
 
-    # A model that has the hook as an attribute may be copied (an average of its weights, a snapshot);
-    # there is one hook in a process all the same.
+    # A model that has the hook as an attribute may be copied: its copies share the hook.
     def __copy__(self) -> Self:
         return self
 
@@ -103,57 +57,60 @@ class HookParts(Generic[T]):
     # -- collections --------------------------------------------------------------------------
 
     def get_collection(self, name: str, create: bool = True) -> Collection:
-        """The collection of that name, created if it is missing; changes hold from the next step."""
-        return self._manager.get(name, create)
+        """Return the collection of that name; changes to it hold from the next step.
+
+        A missing one is created, or with `create=False` an error.
+        """
+        return self._core.manager.get(name, create)
 
     def get_collections(self) -> dict[str, Collection]:
-        return self._manager.get_collections()
+        return self._core.manager.get_collections()
 
     def add_collection(self, collection: Collection | str) -> None:
-        self._manager.add(collection)
+        self._core.manager.add(collection)
 
     @property
     def collection_manager(self) -> CollectionManager:
-        return self._manager
+        return self._core.manager
 
     # -- as it was configured -----------------------------------------------------------------
 
     @property
     def save_config(self) -> SaveConfig:
-        return self._config.save_config
+        return self._core.config.save_config
 
     @property
     def reduction_config(self) -> ReductionConfig:
-        return self._config.reduction_config
+        return self._core.config.reduction_config
 
     @property
     def include_collections(self) -> tuple[str, ...]:
-        """The collections that are saved, those that always are among them."""
-        return self._config.active_collections
+        """Return the collections that are saved, including those that always are."""
+        return self._core.config.active_collections
 
     @property
     def include_regex(self) -> tuple[str, ...]:
-        return self._config.include_regex
+        return self._core.config.include_regex
 
     @property
     def save_all(self) -> bool:
-        return self._config.save_all
+        return self._core.config.save_all
 
     @property
     def dry_run(self) -> bool:
-        return self._config.dry_run
+        return self._core.config.dry_run
 
     @property
     def tensorboard_dir(self) -> str | None:
-        return self._config.tensorboard_dir
+        return self._core.config.tensorboard_dir
 
     def has_default_hook_configuration(
         self, default_saved_collections: Iterable[str] | None = None
     ) -> bool:
-        """Is nothing saved but the given collections, or those that always are?"""
-        always = self._config.framework.always
+        """Check whether only the given collections, or those that always are, are saved."""
+        always = self._core.config.framework.always
         given = always if default_saved_collections is None else default_saved_collections
-        return set(self._planner.active()) == set(given)
+        return set(self._core.planner.active()) == set(given)
 
     def has_default_configuration(self) -> bool:
         return self.has_default_hook_configuration()
@@ -161,47 +118,49 @@ class HookParts(Generic[T]):
     # -- questions ----------------------------------------------------------------------------
 
     def should_save_tensor_or_collection(self, tensor_name: str, collection_name: str) -> bool:
-        """Is a tensor of that name saved in the current step, because of that collection or another?
+        """Check whether a tensor of that name is saved in the current step, due to any collection.
 
-        A gradient may be asked for by the name of its parameter. False before the first step.
+        A gradient may be given by the name of its parameter. False before the first step.
         """
-        mode, step = self._clock.mode, self._clock.mode_steps[self._clock.mode]
-        if step < 0 or not self._active:
+        core = self._core
+        mode = core.clock.mode
+        step = core.clock.mode_steps[mode]
+        if step < 0 or not core.active:
             return False
-        plan = self._planner.at(mode, step)
+        plan = core.planner.at(mode, step)
         names = [tensor_name]
         if collection_name == CollectionKeys.GRADIENTS:
             names.append(f"gradient/{tensor_name}")
         if any(plan.wants(name) is not None for name in names):
             return True
-        # Tensors are put into it by hand: it says nothing of their names.
-        return collection_name in plan.due and self._manager.get(collection_name).selects_nothing
+        # Tensors are put into such a collection by hand: no pattern says which.
+        return collection_name in plan.due and core.manager.get(collection_name).selects_nothing
 
     @property
     def out_dir(self) -> str:
-        return self._config.out_dir
+        return self._core.config.out_dir
 
     @property
     def worker(self) -> str:
-        """Which worker this process is; may change until something is saved."""
-        return worker_name(self._session.identity.rank)
+        """Return the name of this worker; it may change until something is saved."""
+        return self._core.worker
 
     @property
     def mode(self) -> ModeKeys:
-        return self._clock.mode
+        return self._core.clock.mode
 
     @property
     def mode_steps(self) -> dict[ModeKeys, int]:
-        """The last step that began, by mode; -1 where none did."""
-        return self._clock.mode_steps
+        """Return the last step that began, by mode; -1 where none did."""
+        return self._core.clock.mode_steps
 
     @property
     def global_step(self) -> int:
-        return self._clock.step
+        return self._core.clock.step
 
     @property
     def logger(self) -> logging.Logger:
-        return self._log
+        return self._core.log
 
     if not TYPE_CHECKING:  # else a type checker would let any misspelt name pass
 
@@ -212,10 +171,10 @@ class HookParts(Generic[T]):
 
     @property
     def errors(self) -> int:
-        """How many errors of smdist's own this job was not bothered with."""
-        return self._errors.count
+        """Return how many errors of smdist itself were counted instead of raised."""
+        return self._core.errors.count
 
     def usage(self) -> Usage | None:
-        """Bytes and steps captured, stored and dropped; None while nothing was saved."""
-        capture = self._session.capture
+        """Return bytes and steps captured, stored and dropped; None while nothing was saved."""
+        capture = self._core.session.capture
         return None if capture is None else capture.usage()

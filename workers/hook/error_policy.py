@@ -1,4 +1,4 @@
-"""Errors of ours beside a training job: one policy for all of them."""
+"""`on_error`: what happens when smdist itself fails beside a training job."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import logging
 import re
 import signal
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import CodeType
 
 from smdist.errors import ConfigurationError, DrainTimeout
@@ -14,16 +15,17 @@ from smdist.messages import encodable
 
 __all__ = ["ErrorPolicy", "raised_by_signal_handler"]
 
-_MOST_KINDS = 200
+_MAX_KINDS = 200
+_SUFFIX = "(training continues; further occurrences are counted, not logged)"
 _STEP = re.compile(r"step \d+")
 _NUMBER = re.compile(r"\d+")
 
 
 class ErrorPolicy:
-    """`on_error="warn"`: counted, logged once each, noted in the run. `"raise"`: raised.
+    """Counts errors, logs each kind once and notes it in the run; with `on_error="raise"` raises.
 
-    A wrong setting is raised in either case: it shows at the first step at the latest. So is what a
-    signal handler of the script raised while we were at work: it is not ours.
+    Wrong settings are always raised: they show at the first step at the latest. So is what a signal
+    handler of the script raised while smdist was at work: it belongs to the script.
     """
 
     def __init__(self, on_error: str, log: logging.Logger) -> None:
@@ -34,25 +36,36 @@ class ErrorPolicy:
         self._journal: Callable[[str], None] | None = None
         self._pending: list[str] = []
 
-    def attach_journal(self, note: Callable[[str], None]) -> None:
-        """From now on `note` writes into the run; what happened before is handed to it."""
-        self._journal = note
+    def attach_journal(self, journal: Callable[[str], None]) -> None:
+        """Note messages in the run by `journal` from now on; earlier ones are handed to it."""
+        self._journal = journal
         while self._pending:
-            note(self._pending[0])
+            journal(self._pending[0])
             del self._pending[0]
 
+    @contextmanager
+    def guard(self, doing: str) -> Iterator[None]:
+        """Apply the policy to any exception of the `with` block. Too slow for the hot path."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 (the policy decides)
+            self.on_exception(error, doing)
+
     def on_exception(self, error: Exception, doing: str) -> None:
-        """Called in an `except` clause; returns if training is to go on."""
+        """Raise `error`, or report it and return so that training continues.
+
+        To be called in an `except` clause.
+        """
         if self._raises or isinstance(error, ConfigurationError) or raised_by_signal_handler(error):
             raise error
         message = encodable(f"{doing}: {type(error).__name__}: {error}")
-        # What goes wrong at every step does so with another number each time. Elsewhere a number
-        # may be all that tells two tensors apart.
+        # An error of every step has another number each time. Elsewhere a number may be all that
+        # distinguishes two tensors.
         kind = _NUMBER.sub("#", message) if _STEP.fullmatch(doing) else message
         self._report(kind, message, error)
 
     def report_not_drained(self, error: DrainTimeout) -> None:
-        """After the end: what is not stored, and how to send it. Words are all that helps then."""
+        """Raise or log what is not stored after the end, and how to store it."""
         if self._raises:
             raise error
         self.count += 1
@@ -64,21 +77,21 @@ class ErrorPolicy:
 
     def _report(self, kind: str, message: str, error: BaseException | None = None) -> None:
         self.count += 1
-        if kind in self._seen or len(self._seen) >= _MOST_KINDS:
+        if kind in self._seen or len(self._seen) >= _MAX_KINDS:
             return
         self._seen.add(kind)
-        self._log.warning("%s (training goes on; said once)", message, exc_info=error)
+        self._log.warning("%s %s", message, _SUFFIX, exc_info=error)
         if self._journal is None:
             self._pending.append(message)
             return
         try:
             self._journal(message)
-        except Exception as failed:  # noqa: BLE001 (telling of an error must not be the next one)
+        except Exception as failed:  # noqa: BLE001 (reporting an error must not raise another)
             self._log.warning("that could not be noted in the run: %r", failed)
 
 
 def raised_by_signal_handler(error: BaseException) -> bool:
-    """Whether a signal handler of the script raised it, or what it came from."""
+    """Check whether a signal handler of the script raised `error` or one of its causes."""
     handlers = {_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
     cause: BaseException | None = error
     while cause is not None:
@@ -89,9 +102,9 @@ def raised_by_signal_handler(error: BaseException) -> bool:
 
 
 def _code(handler: object) -> CodeType | None:
-    """Of a function, a method, a partial of one, or an object that can be called."""
+    """Return the code of a function, a method, a partial of one, or a callable object."""
     called = getattr(handler, "func", handler)
     if not hasattr(called, "__code__"):
-        called = getattr(type(called), "__call__", None)  # noqa: B004 (what is there to be called)
+        called = getattr(type(called), "__call__", None)  # noqa: B004 (the method itself is needed)
     code = getattr(called, "__code__", None)
     return code if isinstance(code, CodeType) else None

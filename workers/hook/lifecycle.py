@@ -1,7 +1,7 @@
-"""Hooks that live in this process: closed when it ends, silent in its forks.
+"""The open hooks of this process: closed when it ends, abandoned in its forks.
 
-Processes that `multiprocessing` forked leave without what `atexit` knows; they have a registry of
-their own, which is run while whatever ended the process is still being handled.
+Processes forked by `multiprocessing` do not run `atexit` functions. They run finalizers of their own,
+while the exception that ended the process is still being handled.
 """
 
 from __future__ import annotations
@@ -11,52 +11,55 @@ import os
 import sys
 from typing import Protocol
 
-__all__ = ["enabled", "enter", "leave", "living"]
+__all__ = ["enabled", "open_hooks", "register", "unregister"]
 
 _OFF = ("0", "false", "off", "no")
 
 
-class Living(Protocol):
+class OpenHook(Protocol):
+    @property
+    def out_dir(self) -> str: ...
+    def flush(self, timeout_s: float | None = None) -> bool: ...
     def at_exit(self, reason: str) -> None: ...
     def after_fork(self) -> None: ...
 
 
-_living: list[Living] = []
-_watching = False
+_open: list[OpenHook] = []
+_installed = False
 _child = 0  # the process of multiprocessing that will run `_at_child_exit`
 
 
 def enabled() -> bool:
-    """Not switched off by `USE_SMDIST=0`, or `USE_SMDEBUG=0` as in scripts of before."""
+    """Check that neither `USE_SMDIST=0` nor smdebug's `USE_SMDEBUG=0` switches hooks off."""
     names = ("USE_SMDIST", "USE_SMDEBUG")
     return all(os.environ.get(name, "").strip().lower() not in _OFF for name in names)
 
 
-def enter(hook: Living) -> None:
-    """Keep `hook` until it is closed: a script may let go of it long before it ends."""
-    global _watching, _child
-    if not _watching:
-        _watching = True
+def register(hook: OpenHook) -> None:
+    """Keep `hook` until it is closed: a script may drop its reference long before it ends."""
+    global _installed, _child
+    if not _installed:
+        _installed = True
         atexit.register(_at_exit)
         os.register_at_fork(after_in_child=_after_fork)
-    if _child != os.getpid() and _of_multiprocessing():
+    if _child != os.getpid() and _forked_by_multiprocessing():
         from multiprocessing.util import Finalize
 
         _child = os.getpid()
         Finalize(None, _at_child_exit, exitpriority=0)
-    _living.append(hook)
+    _open.append(hook)
 
 
-def living() -> tuple[Living, ...]:
-    return tuple(_living)
+def open_hooks() -> tuple[OpenHook, ...]:
+    return tuple(_open)
 
 
-def leave(hook: Living) -> None:
-    _living[:] = [other for other in _living if other is not hook]
+def unregister(hook: OpenHook) -> None:
+    _open[:] = [other for other in _open if other is not hook]
 
 
-def _of_multiprocessing() -> bool:
-    process = sys.modules.get("multiprocessing.process")  # any of its children has it
+def _forked_by_multiprocessing() -> bool:
+    process = sys.modules.get("multiprocessing.process")  # imported in each of its children
     return process is not None and process.parent_process() is not None
 
 
@@ -69,19 +72,19 @@ def _at_child_exit() -> None:
 
 
 def _close_all(reason: str) -> None:
-    for hook in tuple(_living):
+    for hook in tuple(_open):
         hook.at_exit(reason)
 
 
 def _after_fork() -> None:
-    for hook in tuple(_living):
+    for hook in tuple(_open):
         hook.after_fork()
-    _living.clear()
+    _open.clear()
 
 
 def _uncaught() -> str:
-    """What ended the interpreter, empty for an orderly end."""
-    # In a notebook these are of some cell, long ago.
+    """Return what ended the interpreter; empty for an orderly end."""
+    # In a notebook these belong to an earlier cell.
     if hasattr(sys, "ps1"):
         return ""
     return _reason(getattr(sys, "last_exc", None) or getattr(sys, "last_value", None))

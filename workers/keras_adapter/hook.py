@@ -17,26 +17,25 @@ from typing import Any
 
 import tensorflow as tf
 
-from smdist.config import HookConfig
 from smdist.errors import ConfigurationError
-from smdist.format.manifest import CollectionInfo, Collections
 from smdist.identity import ModeKeys
 from smdist.workers.hook.capture_session import CaptureSession
+from smdist.workers.hook.core import HookCore
 from smdist.workers.hook.process_settings import ProcessSettings
 from smdist.workers.hook.recorder import Recorder
-from smdist.workers.hook.step_clock import NEXT_STEP
+from smdist.workers.hook.step_listener import StepListener
 from smdist.workers.join.enrol import saves
 from smdist.workers.keras_adapter.phases import Phases, Place
 from smdist.workers.keras_adapter.recording import Recording
 from smdist.workers.keras_adapter.replicas import Lane
 from smdist.workers.keras_adapter.step_function import is_keras_3
+from smdist.workers.keras_adapter.step_listener import KerasStepListener
 from smdist.workers.keras_adapter.tape_loops import Tapes
-from smdist.workers.keras_adapter.variable_names import Names
 from smdist.workers.tf_adapter.base_hook import TensorflowHook
 from smdist.workers.tf_adapter.tensor_access import (
+    Array,
     array_of,
     is_layer,
-    is_variable,
     tensor_adapter,
     unconverted,
 )
@@ -47,36 +46,36 @@ __all__ = ["KerasHook"]
 class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[misc]
     _supports_tf_logs = True
 
-    def _build(self, config: HookConfig, where: ProcessSettings, close_timeout_s: float) -> None:
+    def _attach(self, core: HookCore[Array]) -> StepListener:
         tf.keras.callbacks.Callback.__init__(self)
         self._supports_tf_logs = True  # Keras 2 sets it on the instance
-        super()._build(config, where, close_timeout_s)
         self._recording = Recording(
-            self._clock,
-            self._planner,
-            self._manager,
-            self._recorder,
-            self._errors,
-            self._on_step_start,
+            core.clock,
+            core.planner,
+            core.manager,
+            core.recorder,
+            core.errors,
+            core.on_step_start,
             self._enter,
-            config.stage_gradients == "synced",
+            core.config.stage_gradients == "synced",
         )
         self._place = Place()
-        self._phases = Phases(self._recording, self._clock, self._planner, self._errors)
+        self._phases = Phases(self._recording, core.clock, core.planner, core.errors)
         self._tapes = Tapes(
             self._recording,
-            self._clock,
-            self._recorder,
-            self._manager,
-            self._errors,
+            core.clock,
+            core.recorder,
+            core.manager,
+            core.errors,
             lambda: self._phases.running,
         )
+        return KerasStepListener(core, self._recording, self._phases, self._tapes)
 
     # -- what Keras calls ---------------------------------------------------------------------
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
-        self._warn_if_closed()  # here: `fit` that goes on after the end begins to validate, too
+        self._core.warn_if_closed()  # here: `fit` that goes on after the end begins to validate, too
         # Keras 2 holds on to its function for `evaluate` before it says that it begins.
         if not is_keras_3(model) and getattr(model, "_is_compiled", False):
             self._begin_phase("test", early=True)
@@ -115,28 +114,28 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """What the epoch's validation came to belongs to its last training step, if that is due."""
         found = {name: value for name, value in (logs or {}).items() if name.startswith("val_")}
-        if not found or not self._active or not self._enter(ModeKeys.TRAIN):
+        if not found or not self._core.active or not self._enter(ModeKeys.TRAIN):
             return
         try:
             self._recording.know_metrics(found)
-            ref = self._clock.ref
-            sink = self._sink() if self._clock.has_step else None
+            ref = self._core.clock.ref
+            sink = self._core.sink() if self._core.clock.has_step else None
             for name, value in found.items():
-                plan = self._planner.wants(name, ref.mode, ref.mode_step)
+                plan = self._core.planner.wants(name, ref.mode, ref.mode_step)
                 if sink is not None and plan is not None:
-                    self._recorder.save(sink, ref, name, array_of(value), plan)
+                    self._core.recorder.save(sink, ref, name, array_of(value), plan)
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._errors.on_exception(error, f"the end of epoch {epoch}")
+            self._core.errors.on_exception(error, f"the end of epoch {epoch}")
 
     def _begin_phase(self, kind: str, *, early: bool = False) -> None:
-        if not self._active:
+        if not self._core.active:
             return
         try:
             self._settle_ranks(self.model.distribute_strategy)
-            if self._session.saves_on_this_rank():
+            if self._core.session.saves_on_this_rank():
                 self._phases.begin(self.model, kind, self._place, early=early)
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._errors.on_exception(error, f"beginning to {kind}")
+            self._core.errors.on_exception(error, f"beginning to {kind}")
 
     def _end_phase(self, kind: str) -> None:
         outer = self._phases.end(self.model, kind)
@@ -144,9 +143,9 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
             super().set_model(outer)  # what follows is of that one, and Keras does not say so
 
     def _enter(self, mode: ModeKeys) -> bool:
-        if self._active:
+        if self._core.active:
             self.set_mode(mode)
-        return self._active
+        return self._core.active
 
     # -- what a script calls ------------------------------------------------------------------
 
@@ -158,8 +157,8 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
         """
         if not hasattr(optimizer, "apply_gradients"):
             raise ConfigurationError(f"wrap_optimizer takes an optimizer, not {optimizer!r}")
-        self._warn_if_closed()
-        if self._active:
+        self._core.warn_if_closed()
+        if self._core.active:
             self._recording.wrap(optimizer)
         return optimizer
 
@@ -168,8 +167,8 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
         variables are named by their place in it."""
         if not is_layer(model):
             raise ConfigurationError(f"register_model takes a Keras model, not {model!r}")
-        self._warn_if_closed()
-        if self._active:
+        self._core.warn_if_closed()
+        if self._core.active:
             self._recording.register(model)
 
     @unconverted
@@ -180,8 +179,8 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
         """
         if not hasattr(tape, "gradient"):
             raise ConfigurationError(f"wrap_tape takes a GradientTape, not {tape!r}")
-        if not self._active:
-            self._warn_if_closed()
+        if not self._core.active:
+            self._core.warn_if_closed()
             return tape
         return self._tapes.wrap(tape)
 
@@ -191,81 +190,30 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
         """Each replica of this process is a worker; the hook itself is the first one that saves."""
         if self._place.replicas > 1:  # the process has become one of them
             return
-        process = self._session.identity
+        process = self._core.session.identity
         count = 1
         if strategy.num_replicas_in_sync > 1:
             count = len(strategy.extended.worker_devices)
         self._place = Place(process.world_size, count)
-        if count == 1 or self._session.is_open:
+        if count == 1 or self._core.session.is_open:
             return
         first, world = process.rank * count, process.world_size * count
-        wanted = self._config.include_workers
+        wanted = self._core.config.include_workers
         own, *others = [r for r in range(count) if saves(first + r, wanted)] or [0]
-        self._session.assign_rank(first + own, world)
+        self._core.session.assign_rank(first + own, world)
         lanes = self._recording.lanes
         lanes.replica = own
         for replica in others:
             where = ProcessSettings(
-                first + replica, world, self._where.attempt, self._where.spool_dir
+                first + replica, world, self._core.process.attempt, self._core.process.spool_dir
             )
             read = tensor_adapter()
             session = CaptureSession(
-                self._config, where, read.access, self._log, self._errors.warn_once
+                self._core.config, where, read.access, self._core.log, self._core.errors.warn_once
             )
             recorder = Recorder(read.describe)
-            lanes.others.append(Lane(replica, session, recorder, self._collections))
-
-    def _collections(self, worker: str) -> Collections:
-        infos = tuple(CollectionInfo(**facts) for facts in self._planner.description())
-        return Collections(worker, infos)
-
-    # -- the course of a step -----------------------------------------------------------------
-
-    def _on_capture_step(self) -> None:
-        self._recording.lanes.begin()
-        self._recording.save_variables()
-        for lane in self._recording.lanes.others:
-            lane.recorder.incomplete_reason = self._incomplete_reason()
-
-    def _incomplete_reason(self) -> str:
-        return "an exception ended its batch" if self._phases.running else ""
-
-    def _on_idle_step(self, next_due: int) -> None:
-        self._recording.lanes.finish()
-
-    def _on_config_change(self) -> None:
-        self._recording.forget()
-
-    def _on_close(self) -> None:
-        if (
-            self._recording.optimizers
-            and self._clock.step < 0
-            and self._session.saves_on_this_rank()
-        ):
-            self._errors.warn_once(
-                "an optimizer was wrapped, but no step was seen, and no gradient saved: pass the hook "
-                "to fit(callbacks=[hook]), or wrap the tape of each step of a loop: "
-                "with hook.wrap_tape(tf.GradientTape()) as tape"
-            )
-        self._tell_what_no_model_had()
-
-    def _tell_what_no_model_had(self) -> None:
-        active = self._planner.active().values()
-        asked: list[tuple[str, Any]] = [
-            (collection.name, request.target)
-            for collection in active
-            for request in collection.unbound_requests
-        ]
-        if not asked or not self._session.saves_on_this_rank():
-            return
-        # Anew: a model may have changed since its names were last needed.
-        seen = [Names(k.names.model) for k in self._recording.models if k.names is not None]
-        for collection, target in asked:
-            if seen and not any(n.path_of(target) or n.layer_path(target) for n in seen):
-                kind = "variable" if is_variable(target) else "layer"
-                self._errors.warn_once(
-                    f"collection {collection} asked for {kind} {target.name}, which no model had"
-                )
+            self._core.replica_sessions.append(session)
+            lanes.others.append(Lane(replica, session, recorder, self._core.describe_collections))
 
     def _out_of_reach(self) -> str:
         if self._phases.running:
@@ -274,47 +222,3 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
                 "on_train_batch_end of a callback, or compile the model with run_eagerly=True"
             )
         return super()._out_of_reach()
-
-    def _uninstall(self) -> None:
-        self._tapes.uninstall()
-        self._phases.uninstall()
-        self._recording.uninstall()
-
-    def flush(self, timeout: float | None = None) -> bool:
-        if self._session.is_reentrant_call or self._recording.lanes.is_reentrant_call:
-            return False
-        done = super().flush(timeout)
-        limit = self._close_timeout_s if timeout is None else timeout
-        for lane in self._recording.lanes.others:
-            if lane.session.capture is not None:
-                lane.session.capture.flush()
-                done = lane.session.capture.drain(limit) and done
-        return done
-
-    def after_fork(self) -> None:
-        self._recording.lanes.abandon()
-        super().after_fork()
-
-    def _end(self, reason: str, timeout: float | None = None) -> None:
-        if (
-            self._recording.lanes.is_reentrant_call
-        ):  # none of them can be closed within its own save
-            self._postponed, self._clock.due = (reason, timeout), NEXT_STEP
-        elif self._active or self._session.is_open:
-            super()._end(reason, timeout)
-        else:  # the first may have retired without the others
-            self._close_lanes(reason, self._close_timeout_s if timeout is None else timeout)
-
-    def _close_session(self, reason: str, timeout_s: float) -> str:
-        try:
-            return super()._close_session(reason, timeout_s)
-        finally:
-            self._close_lanes(reason, timeout_s)
-
-    def _close_lanes(self, reason: str, timeout_s: float) -> None:
-        others = self._recording.lanes.others
-        while others:  # each until it is closed: this may be interrupted, and come again
-            left = others[0].session.close(reason, timeout_s)
-            del others[0]
-            if left:
-                self._errors.warn_once(left)

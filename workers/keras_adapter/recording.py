@@ -278,6 +278,7 @@ class Recording:
 
     def uninstall(self) -> None:
         self._recorder.abandon()  # the step may go on, and wants nothing more
+        self.lanes.abandon()
         self.models.clear()
         self.optimizers.clear()
         self._model = self._registered = None

@@ -55,11 +55,6 @@ class Lanes:
         self.replica = 0  # that `first` records
         self.others: list[Lane] = []
 
-    @property
-    def is_reentrant_call(self) -> bool:
-        """Whether who asks is a signal handler in the middle of a save of another than the first."""
-        return any(lane.session.is_reentrant_call for lane in self.others)
-
     def begin(self) -> None:
         ref, plan = self.first.ref, self.first.plan
         if ref is not None and plan is not None:
@@ -104,4 +99,3 @@ class Lanes:
     def abandon(self) -> None:
         for lane in self.others:
             lane.recorder.abandon()
-            lane.session.abandon()

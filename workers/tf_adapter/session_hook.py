@@ -18,15 +18,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from smdist.config import TENSORFLOW_GRAPH, HookConfig
+from smdist.config import TENSORFLOW_GRAPH
 from smdist.config.collection import CollectionKeys
 from smdist.errors import CaptureError, ConfigurationError
 from smdist.format.dtypes import dtype_code
 from smdist.identity import ModeKeys
 from smdist.planning import StepPlan
-from smdist.workers.hook.process_settings import ProcessSettings
+from smdist.workers.hook.core import HookCore
+from smdist.workers.hook.step_listener import StepListener
 from smdist.workers.tf_adapter.base_hook import TensorflowHook
-from smdist.workers.tf_adapter.tensor_access import array_of
+from smdist.workers.tf_adapter.tensor_access import Array, array_of
 
 __all__ = ["EstimatorHook", "SessionHook"]
 
@@ -36,7 +37,7 @@ v1: Any = tf.compat.v1
 class SessionHook(TensorflowHook, tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
     _framework = TENSORFLOW_GRAPH
 
-    def _build(self, config: HookConfig, where: ProcessSettings, close_timeout_s: float) -> None:
+    def _attach(self, core: HookCore[Array]) -> StepListener:
         self._graph: Any = None
         self._variables: dict[str, Any] = {}
         # Estimators make a graph, and with it an optimizer, for every call: none is to be kept by us.
@@ -44,7 +45,7 @@ class SessionHook(TensorflowHook, tf.compat.v1.train.SessionRunHook):  # type: i
         self._trained: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
         self._held: dict[str, Any] = {}  # variables as they were before the run
         self._fetched: dict[tuple[StepPlan, tuple[str, ...]], dict[str, Any]] = {}
-        super()._build(config, where, close_timeout_s)
+        return _SessionStepListener(self)
 
     # -- what a script calls ------------------------------------------------------------------
 
@@ -54,8 +55,8 @@ class SessionHook(TensorflowHook, tf.compat.v1.train.SessionRunHook):  # type: i
             raise ConfigurationError(
                 f"wrap_optimizer takes a tf.compat.v1.train.Optimizer, not {optimizer!r}"
             )
-        self._warn_if_closed()
-        if self._active and all(known() is not optimizer for known in self._optimizers):
+        self._core.warn_if_closed()
+        if self._core.active and all(known() is not optimizer for known in self._optimizers):
             self._watch(optimizer)
         return optimizer
 
@@ -78,11 +79,11 @@ class SessionHook(TensorflowHook, tf.compat.v1.train.SessionRunHook):  # type: i
         self._optimizers.append(weakref.ref(optimizer))
 
     def _know_gradients(self, pairs: Iterable[tuple[Any, Any]], *, computed: bool = False) -> None:
-        if self._active:
+        if self._core.active:
             try:
                 self._add_gradients(pairs, computed)
             except Exception as error:  # noqa: BLE001 (the policy decides)
-                self._errors.on_exception(error, "looking at gradients")
+                self._core.errors.on_exception(error, "looking at gradients")
 
     def _add_gradients(self, pairs: Iterable[tuple[Any, Any]], computed: bool) -> None:
         gradients = self.get_collection(CollectionKeys.GRADIENTS)
@@ -99,12 +100,12 @@ class SessionHook(TensorflowHook, tf.compat.v1.train.SessionRunHook):  # type: i
 
     def begin(self) -> None:
         """The graph is complete."""
-        if not self._active:
+        if not self._core.active:
             return
         try:
             self._look_at(v1.get_default_graph())
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._errors.on_exception(error, "looking at the graph")
+            self._core.errors.on_exception(error, "looking at the graph")
 
     def _look_at(self, graph: Any) -> None:
         self._graph = graph
@@ -134,15 +135,15 @@ class SessionHook(TensorflowHook, tf.compat.v1.train.SessionRunHook):  # type: i
     def before_run(self, run_context: Any) -> Any:
         """Prepare what is due. The step itself begins when the run is over: one that finds no more
         data is no step."""
-        clock = self._clock
+        clock = self._core.clock
         self._held = {}
-        if not self._active or clock.idle_forwards_left > 0:
+        if not self._core.active or clock.idle_forwards_left > 0:
             return None
         try:
             coming = clock.ref.mode_step + clock.has_step
-            if self._planner.next_due(clock.mode, coming) != coming:
+            if self._core.planner.next_due(clock.mode, coming) != coming:
                 return None
-            plan = self._planner.at(clock.mode, coming)
+            plan = self._core.planner.at(clock.mode, coming)
             wanted = {n: v for n, v in self._variables.items() if plan.wants(n) is not None}
             if wanted:
                 self._held = run_context.session.run(wanted)
@@ -150,27 +151,27 @@ class SessionHook(TensorflowHook, tf.compat.v1.train.SessionRunHook):  # type: i
             fetched = self._wanted(plan, args.fetches, args.feed_dict or {})
             return v1.train.SessionRunArgs(fetched) if fetched else None
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._errors.on_exception(error, f"the step after {clock.step}")
+            self._core.errors.on_exception(error, f"the step after {clock.step}")
             return None
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        clock = self._clock
-        if not self._active:
+        clock = self._core.clock
+        if not self._core.active:
             return
         if clock.idle_forwards_left > 0:
             clock.idle_forwards_left -= 1
             return
         try:
             if clock.forward():
-                self._on_step_start()
-            if self._recorder.plan is not None:
+                self._core.on_step_start()
+            if self._core.recorder.plan is not None:
                 found = {**self._held, **(run_values.results or {})}
                 arrays = [array_of(value) for value in found.values()]
-                self._recorder.offer_many(tuple(found), arrays)
-                self._recorder.incomplete_reason = ""
-                self._recorder.close()
+                self._core.recorder.offer_many(tuple(found), arrays)
+                self._core.recorder.incomplete_reason = ""
+                self._core.recorder.close()
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._errors.on_exception(error, f"step {clock.step}")
+            self._core.errors.on_exception(error, f"step {clock.step}")
 
     def end(self, session: Any) -> None:
         """The session is over; another may follow. The hook stays open for it."""
@@ -216,10 +217,7 @@ class SessionHook(TensorflowHook, tf.compat.v1.train.SessionRunHook):  # type: i
 
     # -- end ----------------------------------------------------------------------------------
 
-    def _incomplete_reason(self) -> str:
-        return "an exception interrupted the capture of what its run computed"
-
-    def _on_config_change(self) -> None:
+    def _forget_fetches(self) -> None:
         self._fetched.clear()
 
     def _uninstall(self) -> None:
@@ -230,6 +228,20 @@ class SessionHook(TensorflowHook, tf.compat.v1.train.SessionRunHook):  # type: i
         self._optimizers.clear()
         self._trained.clear()
         self._fetched.clear()
+
+
+class _SessionStepListener(StepListener):
+    def __init__(self, hook: SessionHook) -> None:
+        self._hook = hook
+
+    def incomplete_reason(self) -> str:
+        return "an exception interrupted the capture of what its run computed"
+
+    def on_config_change(self) -> None:
+        self._hook._forget_fetches()
+
+    def uninstall(self) -> None:
+        self._hook._uninstall()
 
 
 class EstimatorHook(SessionHook):
@@ -243,7 +255,7 @@ class EstimatorHook(SessionHook):
 
     def begin(self) -> None:
         super().begin()
-        if self._active and self._graph is not None:
+        if self._core.active and self._graph is not None:
             super().set_mode(_mode(self._graph, self._said))
             self._said = None
 
@@ -271,7 +283,7 @@ def _clear(optimizer: Any) -> None:
     """Take off what closed hooks have put on. Below that of another hook it stays until that goes."""
     own = vars(optimizer)
     for name in ("compute_gradients", "apply_gradients"):
-        while (hook := getattr(own.get(name), "hook", None)) is not None and not hook._active:
+        while (hook := getattr(own.get(name), "hook", None)) is not None and not hook._core.active:
             below = own.pop(name).below
             if below is not None:
                 own[name] = below

@@ -26,8 +26,7 @@ from smdist.errors import CaptureError
 from smdist.planning import StepPlan, TensorPlan
 from smdist.workers import horovod_support as horovod
 from smdist.workers.capture.part_plan import PartPlan
-from smdist.workers.hook.error_policy import ErrorPolicy
-from smdist.workers.hook.recorder import Recorder
+from smdist.workers.hook.core import HookCore
 from smdist.workers.torch_adapter.callbacks import Callback
 from smdist.workers.torch_adapter.module_names import NamedParameter
 from smdist.workers.torch_adapter.tensor_access import Value, readable
@@ -55,16 +54,10 @@ class _Wanted:
 
 
 class Gradients:
-    def __init__(
-        self,
-        recorder: Recorder[Value],
-        errors: ErrorPolicy,
-        synced: bool,
-        arrived: Callable[[Hashable], None],
-    ) -> None:
+    def __init__(self, core: HookCore[Value], arrived: Callable[[Hashable], None]) -> None:
         """`arrived` is told the token of whatever has been captured."""
-        self._recorder, self._errors, self._arrived = recorder, errors, arrived
-        self._synced = synced
+        self._recorder, self._errors, self._arrived = core.recorder, core.errors, arrived
+        self.synced = core.config.stage_gradients == "synced"
         self._wanted: dict[int, _Wanted] = {}
         self._known: dict[StepPlan, tuple[list[NamedParameter], list[bool], dict[int, _Wanted]]]
         self._known = {}
@@ -79,10 +72,10 @@ class Gradients:
 
     def arm(self, entries: list[NamedParameter], optimizers: Iterable[Any]) -> list[Hashable]:
         """Watch what the step's plan wants; the tokens that will arrive."""
-        at_optimizer = [id(optimizer) for optimizer in optimizers] if self._synced else []
+        at_optimizer = [id(optimizer) for optimizer in optimizers] if self.synced else []
         self._wanted = self._wanted_of(entries)
         self._any_received = False
-        if self._wanted and self._synced and not at_optimizer and horovod.is_running("torch"):
+        if self._wanted and self.synced and not at_optimizer and horovod.is_running("torch"):
             self._errors.warn_once(
                 "gradients are not captured: Horovod reduces them until its optimizer steps, and "
                 "stage_gradients='synced' has to be told which one; call "
@@ -92,7 +85,7 @@ class Gradients:
         self._watch({} if at_optimizer else self._wanted)
         if not self._wanted:
             return []
-        if self._synced:
+        if self.synced:
             return [(_END, key) for key in at_optimizer or [0]]
         return list(self._wanted)
 
@@ -130,7 +123,7 @@ class Gradients:
         if is_lazy(watched):  # takes no hooks until its module has run
             body = Callback(partial(self._on_shaped, id(watched)))
             return wanted.module.register_forward_hook(body)
-        body = Callback(self._on_synced if self._synced else self._on_local)
+        body = Callback(self._on_synced if self.synced else self._on_local)
         handle: RemovableHandle = watched.register_post_accumulate_grad_hook(body)
         return handle
 
@@ -222,7 +215,7 @@ class Gradients:
 
     def save_synced(self, optimizer: Any) -> None:
         """Called before `optimizer` updates, or (None) at the end of a backward pass."""
-        if not self._synced or not self._wanted or not self._recorder.recording:
+        if not self.synced or not self._wanted or not self._recorder.recording:
             return
         if horovod.awaits_reduction(optimizer):
             return

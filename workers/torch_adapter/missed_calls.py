@@ -60,10 +60,8 @@ class MissedCallDetector:
         self.stop()
 
     def _warn(self) -> None:
-        name = self._name
         self._errors.warn_once(
-            f"no step was seen, and nothing of {name} is captured, because no call of what was "
-            "registered came by: the script may call its forward() or a copy of it, or a function "
-            "around it that was compiled and ran before; register the module that the script calls, "
-            "before anything is compiled around it"
+            f"Nothing was captured from {self._name}: the registered module was never called. Common "
+            "causes: the script calls model.forward() directly, calls a copy of the model, or compiled "
+            "a function around it before registering. Register the object that the training loop calls."
         )

@@ -19,9 +19,8 @@ from torch.utils.hooks import RemovableHandle
 from smdist.config import PYTORCH
 from smdist.config.collection import compile_regex
 from smdist.errors import CaptureError
-from smdist.planning import Planner, StepPlan
-from smdist.workers.hook.error_policy import ErrorPolicy
-from smdist.workers.hook.recorder import Recorder
+from smdist.planning import StepPlan
+from smdist.workers.hook.core import HookCore
 from smdist.workers.torch_adapter.callbacks import Callback, in_backward, within_compiled
 from smdist.workers.torch_adapter.compiled_modules import CompiledParts
 from smdist.workers.torch_adapter.module_names import compiled
@@ -50,14 +49,12 @@ class _Watch(NamedTuple):
 class Modules:
     def __init__(
         self,
-        recorder: Recorder[Value],
-        planner: Planner,
-        errors: ErrorPolicy,
+        core: HookCore[Value],
         arrived: Callable[[Hashable], None],
         enter: Callable[[], bool],
     ) -> None:
         """`arrived` is told what has been captured; `enter` says whether what runs now is to be."""
-        self._recorder, self._planner, self._errors = recorder, planner, errors
+        self._recorder, self._planner, self._errors = core.recorder, core.planner, core.errors
         self._arrived, self._enter = arrived, enter
         self._modules: dict[str, nn.Module] = {}
         self._roots: set[str] = set()
@@ -68,7 +65,7 @@ class Modules:
         self._counts: dict[tuple[str, str], int] = {}
         self._in_graph: bool | None = None  # was the root of this step called from a graph?
         self._warned_of_skipped_hooks = False
-        self._parts = CompiledParts(errors)
+        self._parts = CompiledParts(core.errors)
 
     def add(self, named: dict[str, nn.Module], *, root: str = "", loss: bool = False) -> None:
         """`root`: the one among them whose inputs come by `record_inputs`."""

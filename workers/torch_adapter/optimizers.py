@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from smdist.errors import CaptureError
-from smdist.workers.hook.error_policy import ErrorPolicy
-from smdist.workers.hook.recorder import Recorder
+from smdist.workers.hook.core import HookCore
 from smdist.workers.torch_adapter.callbacks import Callback
 from smdist.workers.torch_adapter.parameters import Parameters
 from smdist.workers.torch_adapter.tensor_access import Value, readable
@@ -30,15 +29,14 @@ _CUT = "an exception interrupted the capture of what its optimizer keeps"
 class Optimizers:
     def __init__(
         self,
-        recorder: Recorder[Value],
+        core: HookCore[Value],
         parameters: Parameters,
-        errors: ErrorPolicy,
         arrived: Callable[[Hashable], None],
         before_update: Callable[[Optimizer], None],
         after_update: Callable[[], None],
     ) -> None:
         """`before_update` is called in recorded steps, `after_update` where `mark_steps` says so."""
-        self._recorder, self._parameters, self._errors = recorder, parameters, errors
+        self._recorder, self._errors, self._parameters = core.recorder, core.errors, parameters
         self._arrived = arrived
         self._before_update, self._after_update = before_update, after_update
         self._optimizers: list[Optimizer] = []

@@ -13,8 +13,7 @@ from torch.nn.parameter import is_lazy
 from smdist.errors import CaptureError
 from smdist.planning import StepPlan
 from smdist.workers.capture.part_plan import PartPlan
-from smdist.workers.hook.error_policy import ErrorPolicy
-from smdist.workers.hook.recorder import Recorder
+from smdist.workers.hook.core import HookCore
 from smdist.workers.torch_adapter.module_names import NamedParameter, parameters_of
 from smdist.workers.torch_adapter.tensor_access import Value, readable
 
@@ -52,9 +51,9 @@ class _Values:
 
 
 class Parameters:
-    def __init__(self, recorder: Recorder[Value], errors: ErrorPolicy) -> None:
+    def __init__(self, core: HookCore[Value]) -> None:
         self.entries: list[NamedParameter] = []
-        self._recorder, self._errors = recorder, errors
+        self._recorder, self._errors = core.recorder, core.errors
         self._roots: list[tuple[nn.Module, str]] = []
         self._names: dict[int, str] = {}
         self._modules: list[nn.Module] = []

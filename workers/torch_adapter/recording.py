@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,12 +21,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from smdist.config import CollectionManager
 from smdist.config.collection import CollectionKeys
-from smdist.planning import NEVER, Planner
-from smdist.workers.hook.error_policy import ErrorPolicy
-from smdist.workers.hook.recorder import Recorder
-from smdist.workers.hook.step_clock import NEXT_STEP, StepClock, StepOn
+from smdist.planning import NEVER
+from smdist.workers.hook.core import HookCore
+from smdist.workers.hook.step_clock import NEXT_STEP, StepOn
+from smdist.workers.hook.step_listener import StepListener
 from smdist.workers.torch_adapter.callbacks import Callback, Counting, in_backward, within_compiled
 from smdist.workers.torch_adapter.compiled_modules import stop_outer_graphs, within_outer_graph
 from smdist.workers.torch_adapter.gradients import Gradients
@@ -49,20 +48,10 @@ class _Root(NamedTuple):
     compiled: bool
 
 
-class Recording:
-    def __init__(
-        self,
-        clock: StepClock,
-        planner: Planner,
-        manager: CollectionManager,
-        recorder: Recorder[Value],
-        errors: ErrorPolicy,
-        synced: bool,
-        on_step_start: Callable[[], None],
-    ) -> None:
-        """`on_step_start` is the hook's: it calls `begin` or `rest`, and sees to everything else."""
-        self._clock, self._planner, self._manager = clock, planner, manager
-        self._recorder, self._errors, self._on_step_start = recorder, errors, on_step_start
+class Recording(StepListener):
+    def __init__(self, core: HookCore[Value]) -> None:
+        self._core = core
+        self._clock, self._recorder, self._errors = core.clock, core.recorder, core.errors
         self._names = Names()
         self._roots: list[_Root] = []
         self._losses: list[nn.Module] = []
@@ -72,15 +61,13 @@ class Recording:
         self._primed = False
         self._entered = ""  # the counting root whose forward may begin a step
         self._handled: BaseException | None = None  # what the script was handling then
-        self.missed_calls = MissedCallDetector(errors)
-        self._synced = synced
-        self.modules = Modules(recorder, planner, errors, self._arrived, self._enter)
-        self._parameters = Parameters(recorder, errors)
-        self._gradients = Gradients(recorder, errors, synced, self._arrived)
+        self._missed_calls = MissedCallDetector(core.errors)
+        self.modules = Modules(core, self._arrived, self._enter)
+        self._parameters = Parameters(core)
+        self._gradients = Gradients(core, self._arrived)
         self._optimizers = Optimizers(
-            recorder,
+            core,
             self._parameters,
-            errors,
             self._arrived,
             before_update=self._gradients.save_synced,
             after_update=self._after_update,
@@ -108,7 +95,7 @@ class Recording:
             callback = Callback(partial(self._on_other, known))
         self._handles.append(root.register_forward_pre_hook(callback, with_kwargs=True))
         self._handles += stop_outer_graphs(root)
-        self.missed_calls.watch(name, root)
+        self._missed_calls.watch(name, root)
         self._registered()
 
     def add_loss(self, module: nn.Module) -> None:
@@ -117,7 +104,7 @@ class Recording:
         self._losses.append(module)
         name = self._names.add_loss(module)
         self.modules.add({name: entrance(module)}, loss=True)
-        losses = self._manager.get(CollectionKeys.LOSSES)
+        losses = self._core.manager.get(CollectionKeys.LOSSES)
         losses.request(module, inputs=False, outputs=True)
         self._registered()
 
@@ -131,8 +118,7 @@ class Recording:
         self._bind()
         self._clock.due = NEXT_STEP
 
-    def forget(self) -> None:
-        """The configuration changed."""
+    def on_config_change(self) -> None:
         self.modules.forget()
         self._gradients.forget()
         self._parameters.forget()
@@ -141,7 +127,7 @@ class Recording:
     def _bind(self) -> list[str]:
         """Answer collections that asked for a module's tensors; classes of those nobody knows."""
         unknown = []
-        for collection in self._manager.get_collections().values():
+        for collection in self._core.manager.get_collections().values():
             for request in collection.unbound_requests:
                 target = request.target
                 name = self._names.of(target) if isinstance(target, nn.Module) else None
@@ -161,13 +147,11 @@ class Recording:
             return
         self._entered, self._handled = root.name, sys.exc_info()[1]
         if self._clock.forward():
-            self._on_step_start()
+            self._core.on_step_start()
         if self._recorder.plan is not None:
             self.modules.record_inputs(root.name, args, kwargs)
 
-    @property
-    def under_way(self) -> str:
-        """Why the step that has begun is not whole if its forward does not end."""
+    def incomplete_reason(self) -> str:
         return _FORWARD if self._entered else ""
 
     def _on_other(
@@ -184,7 +168,7 @@ class Recording:
         """A module runs, which may begin a step; is it part of one that is being recorded?"""
         if self._clock.awaiting_next_step and self._clock.forward():
             self._entered = ""
-            self._on_step_start()
+            self._core.on_step_start()
         plan = self._recorder.plan
         # After a change of mode the step before may still get its gradients, but nothing else.
         return plan is not None and plan.mode is self._clock.mode
@@ -209,8 +193,10 @@ class Recording:
 
     # -- a step -------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """The recorder has a new step: capture and arm what its plan wants."""
+    def on_reported_step(self) -> None:
+        self._missed_calls.stop()
+
+    def on_capture_step(self) -> None:
         plan = self._recorder.plan
         assert plan is not None
         for kind in self._bind():
@@ -227,7 +213,7 @@ class Recording:
         tokens: list[Hashable] = [("forward", root.name) for root in self._roots if root.counts]
         tokens += self._gradients.arm(self._parameters.entries, self._optimizers)
         tokens += self.modules.arm(plan)
-        tokens += self._optimizers.arm(anyway=self._synced)
+        tokens += self._optimizers.arm(anyway=self._gradients.synced)
         if not self._ends:
             self._ends = [
                 root.module.register_forward_hook(
@@ -238,20 +224,17 @@ class Recording:
             ]
         self._recorder.expect(tokens)
 
-    def rest(self, next_due: int) -> None:
-        """Nothing is due: take everything off that runs on due steps only."""
+    def on_idle_step(self, next_due: int) -> None:
         self._disarm()
         outside = any(root.compiled for root in self._roots)
         in_graph = within_outer_graph if outside else within_compiled
         if not (self._primed or next_due == NEVER) and in_graph():
             # A graph watches the hooks of a module only if there were any when it was compiled.
-            self.modules.arm(self._planner.at(self._clock.mode, next_due), only_losses=outside)
+            self.modules.arm(self._core.planner.at(self._clock.mode, next_due), only_losses=outside)
             self._clock.due = NEXT_STEP
         self._primed = True
 
-    @property
-    def unfinished(self) -> bool:
-        """Is a step being recorded whose backward pass has not come?"""
+    def awaits_gradients(self) -> bool:
         return self._recorder.recording and self._gradients.pending
 
     def _on_end(self, root: _Root, *_: Any) -> None:
@@ -275,6 +258,9 @@ class Recording:
 
     # -- end ----------------------------------------------------------------------------------
 
+    def on_close(self) -> None:
+        self._missed_calls.report_at_end()
+
     def _disarm(self) -> None:
         for handle in self._ends:
             handle.remove()
@@ -284,11 +270,10 @@ class Recording:
         self._optimizers.disarm()
 
     def uninstall(self) -> None:
-        """Leave models, losses and optimizers as they were."""
         with suppress(Exception):
             self._eager.close()
         self._disarm()
-        self.missed_calls.stop()
+        self._missed_calls.stop()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

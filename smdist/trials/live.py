@@ -22,11 +22,9 @@ from dataclasses import replace
 from itertools import islice
 from typing import TypeVar
 
-from smdist.config.collection import Collection
 from smdist.coordination.view.membership import StepFacts, check_absent_ranks
 from smdist.coordination.view.run_view import StepKey, View
 from smdist.errors import (
-    ConfigurationError,
     CorruptObject,
     NoMoreData,
     StepNotYetAvailable,
@@ -79,7 +77,7 @@ class LiveTrial:
         self._snapshots = SnapshotCache(store, sync.run)
         self._loader = RunLoader(store, self._snapshots)
         self._refreshing = threading.Lock()
-        self._described: dict[str, Collection] = {}
+        self._described: dict[str, CollectionInfo] = {}
         self._unreadable: dict[str, str] = {}
         self.run: Run = sync.run(self._loader.run())
         self.catalogue = replace(catalogue, since=self.run.created)
@@ -102,7 +100,7 @@ class LiveTrial:
             self.reader.keep(update.attached)
             if update.collections is not None:
                 described = update.collections.collections
-                self._described = {info.name: _collection(info) for info in described}
+                self._described = {info.name: info for info in described}
             base = self.catalogue.view if update.base is None else update.base
             self._warm(base, touched_steps(update.facts))
             catalogue = advance(
@@ -255,17 +253,6 @@ class LiveTrial:
             time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
             pause = min(2 * pause, POLL_MOST_S)
         raise WaitTimeout(f"{self._store.url}: {what} did not come in time")
-
-
-def _collection(info: CollectionInfo) -> Collection:
-    regex, names = list(info.include_regex), list(info.tensor_names)
-    try:
-        return Collection(
-            info.name, regex, names, info.reduction_config or None, info.save_config or None
-        )
-    except ConfigurationError:
-        # A newer writer may know settings that we do not; the names still mean the same.
-        return Collection(info.name, regex, names)
 
 
 def _deadline(timeout_s: float | None) -> float:

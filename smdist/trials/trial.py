@@ -23,7 +23,7 @@ from smdist.errors import (
     StepUnavailable,
     TensorUnavailable,
 )
-from smdist.format.manifest import SamplingChanges
+from smdist.format.manifest import CollectionInfo, SamplingChanges
 from smdist.identity import ModeKeys, worker_name, worker_rank
 from smdist.storage import loop_thread as sync
 from smdist.trials.arguments import plain_arguments
@@ -131,7 +131,7 @@ class Trial(LiveTrial):
     def collections(self) -> dict[str, Collection]:
         """As the lowest rank configured them, with the names of the tensors saved as their members;
         and any other that a saved tensor belongs to."""
-        found = {name: collection.copy() for name, collection in self._described.items()}
+        found = {name: _read_collection(info) for name, info in self._described.items()}
         for name, members in self.catalogue.members.items():
             collection = found.setdefault(name, Collection(name))
             collection.tensor_names = sorted({*collection.tensor_names, *members})
@@ -347,3 +347,14 @@ def _pattern(regex: str) -> re.Pattern[str]:
 def _by_number(name: str) -> tuple[str, int]:
     found = re.fullmatch(r"(.*)_(\d{1,18})", name)
     return (found[1], int(found[2])) if found else (name, -1)
+
+
+def _read_collection(info: CollectionInfo) -> Collection:
+    regex, names = list(info.include_regex), list(info.tensor_names)
+    try:
+        return Collection(
+            info.name, regex, names, info.reduction_config or None, info.save_config or None
+        )
+    except ConfigurationError:
+        # A newer writer may use settings that this version does not know. The names still hold.
+        return Collection(info.name, regex, names)

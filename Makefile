@@ -43,10 +43,12 @@ PIP_INSTALL := -m pip install -qq
 # The build uses the setuptools of the environment, so rebuilding the kernel needs no network.
 EDITABLE := --no-build-isolation --editable
 
-.PHONY: help setup demo test test-main test-tensorflow test-horovod test-oldest soak check format bench clean distclean
+.PHONY: help setup demo test test-fast test-main test-tensorflow test-horovod test-oldest soak check format bench clean distclean
 
 help:
 	@echo "make demo         capture a small distributed job and ask which rank went wrong"
+	@echo "make test-fast    unit and contract tests in about a minute, while you work: without what needs"
+	@echo "                  torch, an S3 server or seconds, and with fewer random examples"
 	@echo "make test         all tests, in parts: the three below, one after the other"
 	@echo "                  (with ARGS=... the first part alone; ARGS goes to pytest)"
 	@echo "make test-main        what needs neither TensorFlow nor Horovod"
@@ -76,6 +78,12 @@ test: setup $(VENV)/tensorflow.stamp $(HOROVOD)/smdist.stamp
 else
 test: test-main
 endif
+
+# What needs torch, a server or seconds is left out, and laws are tried with fewer examples.
+test-fast: setup
+	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --hypothesis-profile fast \
+	  -m "not slow and not torch and not s3" --ignore=tests/unit/workers/torch_adapter \
+	  tests/unit tests/contracts $(ARGS)
 
 test-main: setup
 	@$(RUN_TESTS) main -- $(ARGS)

@@ -21,6 +21,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # How long an example takes says something about the machine, not about the code.
 settings.register_profile("smdist", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("soak", settings.get_profile("smdist"), max_examples=1000)
+settings.register_profile("fast", settings.get_profile("smdist"), max_examples=20)  # make test-fast
 settings.load_profile("soak" if sampling.SOAK else "smdist")
 
 # Now, not in a hook: test files draw their cases while they are imported. The workers of

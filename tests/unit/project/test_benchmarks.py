@@ -12,7 +12,6 @@ from benchmarks.__main__ import MEASUREMENTS, merge
 from benchmarks.cases import Case, chosen
 from benchmarks.picture import draw
 from benchmarks.pipe import Failed, Worker
-from benchmarks.step_time import cost_of_a_save
 from benchmarks.table import Row, markdown
 
 
@@ -56,7 +55,10 @@ def test_the_picture_has_a_bar_for_each_row_of_a_group() -> None:
     assert draw([], "") == ""
 
 
+@pytest.mark.torch
 def test_what_a_save_costs_is_told_by_the_steps_around_it() -> None:
+    from benchmarks.step_time import cost_of_a_save
+
     case = Case("", "", interval=10, steps=20, warm_up=5)
     steps = [100.0] * 20
     steps[5] = steps[15] = 108.0  # due

@@ -258,6 +258,7 @@ def test_the_image_is_built_from_what_is_there() -> None:
     assert set(re.findall(r"COPY --from=(\w+)", text)) == {"wheel"}
 
 
+@pytest.mark.slow
 def test_the_image_builds_a_wheel_from_only_that(tmp_path: Path) -> None:
     """The wheel's stage, without a container: what is copied there is enough."""
     import shutil

@@ -37,6 +37,7 @@ def pytest_on(path: Path) -> list[str]:
     return [sys.executable, "-m", "pytest", *options, str(path)]
 
 
+@pytest.mark.slow
 def test_what_failed_is_named_and_all_is_counted(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)
     (tmp_path / "test_good.py").write_text("def test_good():\n    pass\n")
@@ -58,6 +59,7 @@ def test_what_failed_is_named_and_all_is_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["import nothing_of_that_name", "import os\n\ndef test_it():\n    os._exit(3)\n"]
 )
+@pytest.mark.slow
 def test_a_session_that_never_gets_to_its_end_has_failed(tmp_path: Path, text: str) -> None:
     (tmp_path / "test_bad.py").write_text(text)
     code, result = run(

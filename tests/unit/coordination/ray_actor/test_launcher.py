@@ -249,6 +249,7 @@ def test_what_a_killed_head_left_behind_is_ended(
 # -- the wheel -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_wheel_of_what_runs_here(tmp_path: Path) -> None:
     packed = wheel.pack(tmp_path)
     done = subprocess.run(

@@ -664,6 +664,7 @@ def test_a_store_that_is_down_is_told_and_survived(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(("gap_s", "most"), [(3.0, 2.0), (20.0, 3.0), (300.0, 10.0)])
+@pytest.mark.slow
 def test_a_rank_is_asked_about_as_often_as_it_writes(gap_s: float, most: float) -> None:
     ranks, steps = 16, 10
     bench = Bench()

@@ -231,6 +231,7 @@ def contents(packed: PackedSnapshot) -> list[tuple[str, int, object]]:
 
 
 @given(many_steps, st.data())
+@pytest.mark.slow
 def test_a_chunk_depends_on_what_is_in_it_alone(
     some: list[RankManifest], data: st.DataObject
 ) -> None:
@@ -350,6 +351,7 @@ def test_drops_are_written_once_and_a_head_of_many_stays_small() -> None:
 
 @small_chunks
 @given(many_steps, many_steps, many_steps)
+@pytest.mark.slow
 def test_what_was_compacted_is_put_with_the_next_snapshot(
     tiny: None, a: list[Fact], b: list[Fact], c: list[Fact]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -49,6 +50,7 @@ def test_bit_by_bit_is_at_once(some: list[Fact]) -> None:
 
 
 @given(many_steps)
+@pytest.mark.slow
 def test_bit_by_bit_is_at_once_for_many_steps(some: list[Fact]) -> None:
     assert_same_as_afresh(some[:12])
 
@@ -64,6 +66,7 @@ entries = st.builds(
 
 
 @given(st.data())
+@pytest.mark.slow
 def test_a_rank_that_is_lost_is_missing_at_steps_that_nobody_planned_too(
     data: st.DataObject,
 ) -> None:

@@ -39,6 +39,7 @@ def merge(path: Path, *options: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_merge_says_what_it_did(tmp_path: Path) -> None:
     assert merge(tmp_path)[0] == 1
     run = RunBuilder(LocalStore(tmp_path))

@@ -49,6 +49,7 @@ class Job:
     uploader=st.floats(0.0, 1.0),
     interval=st.integers(1, 10),
 )
+@pytest.mark.slow
 def test_the_budget_is_kept_in_the_long_run(
     share: float, step_s: float, cost: float, uploader: float, interval: int
 ) -> None:
@@ -78,6 +79,7 @@ def test_it_starts_carefully_and_opens_up() -> None:
 
 
 @given(cheap=st.floats(0.0, 1.0), dear=st.floats(0.0, 20.0))
+@pytest.mark.slow
 def test_ranks_of_different_cost_share_the_steps_of_the_slowest(cheap: float, dear: float) -> None:
     settled = 4000
     both = [set(Job(1.0, cost).run(Budget(0.03, 1), 8000)) for cost in (cheap, dear)]

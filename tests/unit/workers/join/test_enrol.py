@@ -260,6 +260,7 @@ def enrol_in_a_process(folder: Path, *arguments: str, **environ: str) -> list[st
     return done.stdout.split()
 
 
+@pytest.mark.slow
 def test_real_processes_in_a_directory(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     two = {"SMDIST_WORLD_SIZE": "2"}

@@ -344,6 +344,7 @@ def test_a_lock_that_another_one_replaced_is_none(
     assert (killed / "journal-000000").exists()
 
 
+@pytest.mark.slow
 def test_spools_are_made_while_others_sweep(tmp_path: Path) -> None:
     """Whoever sweeps may take a folder that is empty; never one with something in it."""
     context = multiprocessing.get_context("spawn")

@@ -49,6 +49,7 @@ LOOKING: list[Callable[[Path], object]] = [
 
 
 @pytest.mark.parametrize("look", LOOKING, ids=["find_spools", "sweep", "check_spool"])
+@pytest.mark.slow
 def test_who_looks_for_spools_meanwhile_is_not_disturbed(
     root: Path, look: Callable[[Path], object]
 ) -> None:

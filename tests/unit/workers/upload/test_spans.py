@@ -172,6 +172,7 @@ harms = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(harms)
+@pytest.mark.slow
 def test_a_trial_with_spans_is_the_trial_without(built: MemoryStore, harm: Harm) -> None:
     store = copy(built)
     harm.do(store)
@@ -183,6 +184,7 @@ def test_a_trial_with_spans_is_the_trial_without(built: MemoryStore, harm: Harm)
 
 @settings(max_examples=40, deadline=None)
 @given(harms)
+@pytest.mark.slow
 def test_who_follows_finds_the_same_with_spans_and_without(built: MemoryStore, harm: Harm) -> None:
     store = copy(built)
     harm.do(store)
@@ -229,6 +231,7 @@ def test_one_that_fell_behind_catches_up_by_spans(built: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize("spans", [True, False])
+@pytest.mark.slow
 def test_a_long_backlog_is_read_a_share_at_a_time(spans: bool) -> None:
     store = MemoryStore()
     build(store, 4096 + 256 + 3)

@@ -80,6 +80,7 @@ def test_one_uploader_in_a_session_of_its_own(job: Job, rank: Rank, tmp_path: Pa
     rank.close()
 
 
+@pytest.mark.slow
 def test_a_killed_uploader_is_replaced(job: Job, rank: Rank, tmp_path: Path) -> None:
     supervisor = Supervisor(rank.spool)
     supervisor.start()

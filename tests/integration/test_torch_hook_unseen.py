@@ -45,7 +45,7 @@ def test_training_that_goes_on_without_a_step_is_told_at_once(
         hook.save_scalar("lr", 0.1)
     assert caplog.text.count(UNSEEN) == 1
     (message,) = read(tmp_path / "run").troubles()["worker_0"]
-    assert "register the module that the script calls" in message
+    assert "Register the object the training loop calls" in message
 
 
 def test_a_job_without_a_step_is_told_at_its_end(

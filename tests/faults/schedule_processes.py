@@ -88,17 +88,17 @@ class MortalJournal(JournalWriter):
             _die()
         return ordinal
 
-    def put(
+    def append_part(
         self, target: int, source: int, nbytes: int, kind: int, arena: int, offset: int
     ) -> None:
         if self._due:
             guard = kernel.copy((target,), (source,), (nbytes,), target)
             self.append(Part(*self._step, time.time(), kind, arena, offset, guard))
-        super().put(target, source, nbytes, kind, arena, offset)
+        super().append_part(target, source, nbytes, kind, arena, offset)
 
-    def begin(self, mode: int, mode_step: int, step: int) -> None:
+    def set_step(self, mode: int, mode_step: int, step: int) -> None:
         self._step = (mode, mode_step, step)
-        super().begin(mode, mode_step, step)
+        super().set_step(mode, mode_step, step)
 
     def _write(self, file: mmap.mmap, at: int, data: bytes) -> None:
         if self._torn:

@@ -124,7 +124,7 @@ class Rig:
             elif isinstance(record, Drop):
                 self.dropped[record.step].add(record.reason)
         self.ack_page.acked = self.ordinal
-        self.reader.drop_before(self.ordinal)
+        self.reader.remove_before(self.ordinal)
 
     def steps(self, count: int) -> None:
         for _ in range(count):
@@ -152,7 +152,7 @@ class Rig:
         self.capture.end()
         self.store()
         assert self.capture.drain(0.0)
-        self.capture._buffer.retire(self.ordinal - 1)
+        self.capture._buffer.seal_region(self.ordinal - 1)
         self.capture._buffer.reclaim(self.ordinal)
         assert self.capture.usage().buffer_bytes == 0, "some of it is lost for good"
         assert not self.capture._buffer._in_use
@@ -219,7 +219,7 @@ def test_cut_off_while_the_journal_goes_on_in_another_file(make: Callable[..., R
         if at % 5 == 0:
             rig.store()
     assert len(rig.cut) > 300
-    assert rig.capture._journal.generation > 10
+    assert rig.capture._journal.file_index > 10
     rig.plans = PLANS
     rig.check()
 

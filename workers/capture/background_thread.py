@@ -1,8 +1,8 @@
-"""A thread beside the training thread, for work that nobody waits for.
+"""A daemon thread for work that the training thread does not wait for.
 
-Safe to use where a signal handler may raise at any moment: the hand-over is made of calls that C code
-does at one stroke. `threading.Condition`, `threading.Event` and `threading.Thread` are written in Python,
-and an exception in the middle of them can leave a lock that nobody opens again.
+Safe where a signal handler may raise at any moment: the hand-over consists of single calls into C.
+`threading.Condition`, `threading.Event` and `threading.Thread` are written in Python. An exception in
+the middle of them can leave a lock that is never released.
 """
 
 from __future__ import annotations
@@ -12,36 +12,36 @@ import queue
 import threading
 from collections.abc import Callable
 
-__all__ = ["Aside"]
+__all__ = ["BackgroundThread"]
 
 
-class Aside:
+class BackgroundThread:
     def __init__(self, work: Callable[[], None]) -> None:
-        """`work` is called on that thread, at least once after each `ring`. It raises nothing."""
+        """Call `work` on the thread at least once after each `wake`. It must not raise."""
         self._work = work
-        self._bell: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._alone = threading.Lock()  # held by the thread for as long as it lives
+        self._wakeups: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._running = threading.Lock()  # held by the thread while it lives
         self._started = False
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         if not self._started:
             _thread.start_new_thread(self._run, ())
-            self._started = True  # one that is started twice ends at once
-        self._bell.put(True)
+            self._started = True  # a second thread, started after an interruption, ends at once
+        self._wakeups.put(True)
 
     def stop(self, timeout_s: float) -> bool:
-        """Have the thread end after what it is at; False if that takes longer."""
-        self._bell.put(False)
-        if self._started and not self._alone.acquire(timeout=timeout_s):
+        """End the thread after its current work. Return False if that takes longer."""
+        self._wakeups.put(False)
+        if self._started and not self._running.acquire(timeout=timeout_s):
             return False
         self._started = False
         return True
 
     def _run(self) -> None:
-        if not self._alone.acquire(blocking=False):
+        if not self._running.acquire(blocking=False):
             return
         try:
-            while self._bell.get():
+            while self._wakeups.get():
                 self._work()
         finally:
-            self._alone.release()
+            self._running.release()

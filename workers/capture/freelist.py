@@ -1,4 +1,4 @@
-"""Which ranges of an arena are free. Pure: no memory is touched here."""
+"""Which ranges of an arena are free. Pure: touches no memory."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ __all__ = ["FreeList"]
 
 
 class FreeList:
-    """First fit from the lowest offset, so that as few pages as possible are in use and stay warm."""
+    """First fit from the lowest offset, so that few pages are used and those stay warm."""
 
     def __init__(self) -> None:
-        self._free: list[tuple[int, int]] = []  # (offset, nbytes), sorted, never touching
+        self._free: list[tuple[int, int]] = []  # (offset, nbytes), sorted, never adjacent
         self.free_bytes = 0
 
     @classmethod
-    def beside(cls, in_use: Iterable[tuple[int, int]], end: int) -> FreeList:
-        """All of the bytes up to `end`, but for those ranges."""
+    def excluding(cls, in_use: Iterable[tuple[int, int]], end: int) -> FreeList:
+        """Return a list of all bytes below `end` that are not `in_use`."""
         free, at = cls(), 0
         for offset, nbytes in sorted(in_use):
-            free.give(at, offset - at)
+            free.free(at, offset - at)
             at = offset + nbytes
-        free.give(at, end - at)
+        free.free(at, end - at)
         return free
 
-    def take(self, nbytes: int) -> int:
-        """Offset of `nbytes` taken, -1 when no range is large enough."""
+    def allocate(self, nbytes: int) -> int:
+        """Take `nbytes` and return their offset, -1 when no range is large enough."""
         for index, (offset, size) in enumerate(self._free):
             if size >= nbytes:
                 if size == nbytes:
@@ -37,18 +37,16 @@ class FreeList:
                 return offset
         return -1
 
-    def take_some(self, least: int, most: int) -> tuple[int, int]:
-        """Offset and size of what is taken of the first range that has `least`; (-1, 0): none has."""
+    def allocate_some(self, least: int, most: int) -> tuple[int, int]:
+        """Take up to `most` bytes of the first range with `least`. Return (-1, 0) without one."""
         for _, size in self._free:
             if size >= least:
                 taken = min(size, most)
-                return self.take(
-                    taken
-                ), taken  # of this range: those before it have not even `least`
+                return self.allocate(taken), taken  # earlier ranges have fewer than `least`
         return -1, 0
 
-    def give(self, offset: int, nbytes: int) -> None:
-        """Return a range; joins its neighbours."""
+    def free(self, offset: int, nbytes: int) -> None:
+        """Return a range and join it with its neighbours."""
         if nbytes == 0:
             return
         self.free_bytes += nbytes
@@ -63,7 +61,7 @@ class FreeList:
         insort(self._free, (offset, nbytes))
 
     def tail(self, end: int) -> int:
-        """Size of the free range that ends at `end`, the end of all; 0 when it is taken."""
+        """Return the size of the free range that ends at `end`, 0 if that byte is in use."""
         if self._free and sum(self._free[-1]) == end:
             return self._free[-1][1]
         return 0

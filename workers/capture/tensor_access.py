@@ -1,4 +1,4 @@
-"""How a framework's tensors are read. One adapter per framework implements `TensorAccess`."""
+"""How capture reads tensors. Each framework adapter implements `TensorAccess`."""
 
 from __future__ import annotations
 
@@ -12,33 +12,34 @@ from smdist.format.dtypes import dtype_code
 
 __all__ = ["CopyHandle", "NumpyAccess", "TensorAccess", "to_little_endian"]
 
-T = TypeVar("T", contravariant=False)
+T = TypeVar("T")
 
-CopyHandle = Callable[[], None]
+CopyHandle = Callable[[], None]  # waits until a copy from a device has arrived
 
 
 class TensorAccess(Protocol[T]):
-    """Called by `Capture.save` on the thread that captures, in this order for each tensor:
+    """Called by `Capture.save` on the capturing thread, in this order for each tensor:
 
-    `on_device`; if so `start_copy` / `start_measure`, which return at once with a function that waits
-    for the result to arrive in `target`, called later on another thread. Otherwise `address`; when
-    that is 0, `write` for raw bytes or `contiguous` for statistics.
+    1. `address`. If it is not 0, the bytes are read from there.
+    2. Otherwise `on_device`. If so, `start_copy` or `start_measure` return at once with a handle.
+       Another thread calls the handle later and waits for the result to arrive in `target`.
+    3. Otherwise `write` for raw bytes, or `contiguous` for statistics.
     """
 
     def on_device(self, tensor: T) -> bool:
-        """Is it in memory that the CPU cannot read?"""
+        """Check whether the CPU cannot read its memory."""
         ...
 
     def address(self, tensor: T) -> int:
-        """Where its bytes lie in host memory, in C order without gaps; 0 when they do not."""
+        """Return the address of its bytes in host memory, 0 unless in C order without gaps."""
         ...
 
     def write(self, tensor: T, target: memoryview) -> None:
-        """Copy its elements in C order to `target`."""
+        """Copy its elements to `target` in C order."""
         ...
 
     def contiguous(self, tensor: T) -> T:
-        """The same values with an address; kept alive by the caller until read."""
+        """Return the same values with an address. The caller keeps them alive until read."""
         ...
 
     def start_copy(self, tensor: T, target: memoryview) -> CopyHandle: ...
@@ -49,8 +50,7 @@ class TensorAccess(Protocol[T]):
 
 
 def to_little_endian(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The array, its bytes in the order in which they are stored; CaptureError for one of a type
-    that cannot be."""
+    """Return `array` in the byte order of storage. Raise CaptureError for an unsupported type."""
     if array.dtype.byteorder == ">":
         array = array.astype(array.dtype.newbyteorder("<"))
     dtype_code(array.dtype)
@@ -58,7 +58,7 @@ def to_little_endian(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 class NumpyAccess:
-    """Arrays; also what `save_tensor` of any framework falls back to."""
+    """NumPy arrays; also the fallback of `save_tensor` in every framework."""
 
     def on_device(self, tensor: npt.NDArray[np.generic]) -> bool:
         return False

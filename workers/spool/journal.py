@@ -99,7 +99,7 @@ class JournalWriter:
         self._rotate(0)
 
     @property
-    def generation(self) -> int:
+    def file_index(self) -> int:
         """Index of the current file."""
         return -1 if self._file is None else self._file.number
 
@@ -122,12 +122,12 @@ class JournalWriter:
         self._cursor[0], self._cursor[1] = at + need, ordinal + 1
         return ordinal
 
-    def begin(self, mode: int, mode_step: int, step: int) -> None:
+    def set_step(self, mode: int, mode_step: int, step: int) -> None:
         """The step of the parts that `put` will record."""
         self._opening = self._encode(Part(mode, mode_step, step, 0.0, 0, 0, 0, 0))[:-_REST]
         self._sure = (self._file, self._cursor[0], self._cursor[1])
 
-    def put(
+    def append_part(
         self, target: int, source: int, nbytes: int, kind: int, arena: int, offset: int
     ) -> None:
         """Copy a part into the arena, and append the record of it; as little as that can take."""
@@ -140,7 +140,7 @@ class JournalWriter:
         file[at : at + len(data)] = data
 
     @property
-    def written(self) -> int:
+    def written_bytes(self) -> int:
         """Bytes so far, in all files."""
         assert self._file is not None
         return self._file.before + self._cursor[0] - self._file.address
@@ -153,7 +153,7 @@ class JournalWriter:
         """Whether this file has room for so many bytes."""
         return not self._closed and self._cursor[0] + nbytes <= self._stop
 
-    def allow(self, nbytes: int) -> None:
+    def limit_growth(self, nbytes: int) -> None:
         """Let it grow by so many bytes, and then raise JournalFileFull."""
         self._end = min(self._stop, self._cursor[0] + nbytes)
 
@@ -170,7 +170,7 @@ class JournalWriter:
 
     def _rotate(self, need: int) -> None:
         size = max(self._file_bytes, _HEADER.size + need + 2 * _FRAME.size)
-        new = _reserve(self._spool, _file_name(self.generation + 1), size)
+        new = _reserve(self._spool, _file_name(self.file_index + 1), size)
         self._write(new, 0, _HEADER.pack(_MAGIC, self.next_ordinal))
         self._go_on_in(new)
 
@@ -181,14 +181,14 @@ class JournalWriter:
             at = self._cursor[0] - old.address
             self._write(old.map, at, _FRAME.pack(_CONTINUED, 0))
             before = old.before + at
-        file = _File(self.generation + 1, ordinal, new, kernel.address_of(new), before)
+        file = _File(self.file_index + 1, ordinal, new, kernel.address_of(new), before)
         self._file = file
         self._cursor[0] = file.start
         self._end = file.stop
         if old is not None:
             _let_go(old.map)
 
-    def settle(self) -> None:
+    def repair(self) -> None:
         """After an exception: step over what is written, and end the rotation that is under way."""
         file = self._file
         if file is None or self._closed:
@@ -366,7 +366,7 @@ class JournalReader:
         self._kinds = {}
         return True
 
-    def drop_before(self, ordinal: int) -> None:
+    def remove_before(self, ordinal: int) -> None:
         """Remove files whose records are all below `ordinal`."""
         for index in sorted(self._firsts):
             following = self._firsts.get(index + 1)

@@ -346,7 +346,7 @@ class Uploader:
 
     def _acknowledge(self, committer: Committer, journal: JournalReader) -> None:
         for batch in committer.finished():
-            journal.drop_before(batch.news.upto)
+            journal.remove_before(batch.news.upto)
             self._arenas.forget()
             self._progress(batch)
 

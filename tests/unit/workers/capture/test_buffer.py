@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smdist.format.manifest import Run, Session
-from smdist.workers.capture.buffer import Buffer, Spot
+from smdist.workers.capture.buffer import ArenaRange, CaptureBuffer
 from smdist.workers.spool.spool import Spool, SpoolInfo, UploadOptions
 from tests.support.cuts import Cut, Cuts
 
@@ -24,55 +24,57 @@ class Model:
     def __init__(self, root: Path) -> None:
         session = Session("s" * 32, 0, 1, 0, "all", 0.0, "host", 1, "")
         info = SpoolInfo(Run("run", 0.0, "numpy"), session, "/", UploadOptions(), 1, 0, "")
-        self.buffer = Buffer(Spool.create(info, root), LIMIT, lambda _text: None)
-        self.held: list[Spot] = []
-        self.named: list[tuple[int, Spot]] = []  # by a record
+        self.buffer = CaptureBuffer(Spool.create(info, root), LIMIT, lambda _text: None)
+        self.held: list[ArenaRange] = []
+        self.named: list[tuple[int, ArenaRange]] = []  # by a record
         self.ordinal = self.acked = 0
         self.cut = False
 
-    def take(self, nbytes: int) -> None:
-        if (spot := self.buffer.take(nbytes)) is not None:
-            self.held.append(spot)
+    def allocate(self, nbytes: int) -> None:
+        if (place := self.buffer.allocate(nbytes)) is not None:
+            self.held.append(place)
 
-    def pin(self, _: int) -> None:
+    def hold_until_ack(self, _: int) -> None:
         if self.held:
-            spot = self.held[0]
-            self.named.append((self.ordinal, spot))  # the record comes first
+            place = self.held[0]
+            self.named.append((self.ordinal, place))  # the record comes first
             self.ordinal += 1
-            self.buffer.pin(spot, self.ordinal - 1)
-            self.held.remove(spot)
+            self.buffer.hold_until_ack(place, self.ordinal - 1)
+            self.held.remove(place)
 
-    def give_back(self, _: int) -> None:
+    def release(self, _: int) -> None:
         if self.held:
-            self.buffer.give_back(self.held[-1])
+            self.buffer.release(self.held[-1])
             self.held.pop()
 
-    def strip(self, nbytes: int) -> None:
-        strip = self.buffer.strip
-        if strip.end - strip.at < nbytes and not self.buffer.renew(nbytes, self.ordinal - 1):
+    def region(self, nbytes: int) -> None:
+        region = self.buffer.region
+        if region.end - region.at < nbytes and not self.buffer.open_region(
+            nbytes, self.ordinal - 1
+        ):
             return
-        at, strip.at = strip.at, strip.at + nbytes + -nbytes % 64
-        self.named.append((self.ordinal, Spot(strip.arena, at, nbytes, 0)))
+        at, region.at = region.at, region.at + nbytes + -nbytes % 64
+        self.named.append((self.ordinal, ArenaRange(region.arena, at, nbytes, 0)))
         self.ordinal += 1
 
-    def retire(self, _: int) -> None:
-        self.buffer.retire(self.ordinal - 1)
+    def seal_region(self, _: int) -> None:
+        self.buffer.seal_region(self.ordinal - 1)
 
     def acknowledge(self, count: int) -> None:
         self.acked = min(self.ordinal, self.acked + count % 7)
-        self.named = [(ordinal, spot) for ordinal, spot in self.named if ordinal >= self.acked]
+        self.named = [(ordinal, place) for ordinal, place in self.named if ordinal >= self.acked]
         self.buffer.reclaim(self.acked)
 
     def run(self, name: str, number: int, at: int) -> None:
         if self.cut:
-            self.settle()
+            self.repair()
         with Cuts(at) as cuts, suppress(Cut):
             getattr(self, name)(number)
         self.cut = cuts.struck
 
-    def settle(self) -> None:
+    def repair(self) -> None:
         self.held.clear()  # nobody is left who would name them
-        self.buffer.settle(self.ordinal - 1, ())
+        self.buffer.repair(self.ordinal - 1, ())
         self.cut = False
 
     def check(self) -> None:
@@ -82,7 +84,9 @@ class Model:
 
 
 OPERATIONS = st.tuples(
-    st.sampled_from(["take", "pin", "give_back", "strip", "retire", "acknowledge"]),
+    st.sampled_from(
+        ["allocate", "hold_until_ack", "release", "region", "seal_region", "acknowledge"]
+    ),
     st.integers(0, 60_000),
     st.one_of(st.just(-1), st.integers(0, 25)),
 )
@@ -97,7 +101,7 @@ def test_no_range_is_given_twice_and_none_is_lost(plan: list[tuple[str, int, int
             model.run(*operation)
             if not model.cut:
                 model.check()
-        model.settle()
+        model.repair()
         model.check()
         model.buffer.reclaim(model.ordinal)
         assert model.buffer.used_bytes == 0

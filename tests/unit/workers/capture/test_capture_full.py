@@ -30,9 +30,9 @@ from smdist.planning import TensorPlan
 from smdist.workers.capture import capture as capture_module
 from smdist.workers.capture import journal_room as records
 from smdist.workers.capture.capture import Capture, CaptureLimits
+from smdist.workers.capture.deferred_records import DeferredRecords
 from smdist.workers.capture.part_plan import CaptureRequest, PartPlan, plan_part
 from smdist.workers.capture.tensor_access import NumpyAccess
-from smdist.workers.capture.unwritten import Unwritten
 from smdist.workers.spool.ack_page import AckPage
 from smdist.workers.spool.journal import FILE_BYTES, JournalReader
 from smdist.workers.spool.spool import Spool, SpoolInfo, UploadOptions
@@ -85,7 +85,7 @@ class Rig:
         self.records += [piece.record for piece in pieces]
         if pieces:
             self.ack_page.acked = pieces[-1].ordinal + 1
-            self.reader.drop_before(self.ack_page.acked)
+            self.reader.remove_before(self.ack_page.acked)
 
     def steps_with(self, *kinds: type) -> set[int]:
         return {r.step for r in self.records if isinstance(r, kinds)}  # type: ignore[union-attr]
@@ -137,7 +137,7 @@ def test_a_full_disk_under_the_journal_drops_until_there_is_room(
     on_full: str,
     what: str,
 ) -> None:
-    monkeypatch.setattr(records, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(records, "_RETRY_S", 0.0)
     rig = rig_on_small_disk
     rig.start(buffer_bytes=1 << 30, on_full=on_full)
     begun = 0
@@ -174,7 +174,7 @@ def test_a_full_disk_under_the_journal_drops_until_there_is_room(
 def test_an_end_on_a_full_disk_is_no_error(
     rig_on_small_disk: Rig, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capture_module, "_LAST_CHANCE_S", 0.2)
+    monkeypatch.setattr(capture_module, "_FINAL_WAIT_S", 0.2)
     rig = rig_on_small_disk
     rig.start(buffer_bytes=1 << 30)
     fill(small_disk)
@@ -193,13 +193,13 @@ def test_small_values_are_bounded_by_the_buffer(rig: Rig, room_after: int) -> No
     most = limit + max(limit // 8, 64 << 10)
     saved = [number for number in range(3000) if rig.save(number)]
     assert 0 < len(saved) < 1000
-    assert rig.capture._journal.written <= most
+    assert rig.capture._journal.written_bytes <= most
     assert sum("not captured" in line for line in rig.lines) == 1
     last = 2999
     if room_after > 1:
         for last in range(3000, 3000 + room_after):
             rig.save(last)
-        assert rig.capture._journal.written <= most
+        assert rig.capture._journal.written_bytes <= most
     rig.store()
     rig.capture.save(rig.plans["value"], [VALUE])
     assert rig.save(last + 1)
@@ -220,7 +220,7 @@ def test_what_lies_in_the_arena_and_in_the_journal_is_bounded_together(rig: Rig)
         number += 1
     while rig.save(number + 1, "large"):
         large += 1
-    assert rig.capture._journal.written + large * LARGE.nbytes < limit + limit // 8
+    assert rig.capture._journal.written_bytes + large * LARGE.nbytes < limit + limit // 8
     rig.store()
     assert rig.save(number + 2, "large")
     assert rig.save(number + 3)
@@ -289,20 +289,20 @@ def size_of() -> Callable[[tuple[Record, ...]], int]:
     return lambda records: 100 * len(records)
 
 
-def written(kept: Unwritten) -> list[Record]:
+def written(kept: DeferredRecords) -> list[Record]:
     records = []
     while (record := kept.first()) is not None:
         records.append(record)
-        kept.written()
+        kept.remove_first()
     return records
 
 
 def test_records_are_kept_in_order(size_of: Callable[[tuple[Record, ...]], int]) -> None:
-    kept = Unwritten(1000, size_of)
+    kept = DeferredRecords(1000, size_of)
     assert not kept
     records: list[Record] = [drop(1), close(1), Trouble("x", 1, 0.0), drop(2), End("", 0.0)]
     for record in (*records[:2], Flush(), *records[2:]):
-        kept.keep(record)
+        kept.add(record)
     assert len(kept) == 5
     assert written(kept) == records
     assert not kept
@@ -313,16 +313,16 @@ def test_records_are_kept_in_order(size_of: Callable[[tuple[Record, ...]], int])
 def test_beyond_its_limit_every_step_is_dropped_and_none_looks_whole(
     size_of: Callable[[tuple[Record, ...]], int], ended: bool
 ) -> None:
-    kept = Unwritten(450, size_of)
+    kept = DeferredRecords(450, size_of)
     other = Drop(2, 7, 71, 0.0, ("t",), 8, "full")
     for number in range(0, 200, 2):
-        kept.keep(drop(number, names=3))
+        kept.add(drop(number, names=3))
         if number == 100:
-            kept.keep(other)  # of another mode, in between
-        kept.keep(close(number))
-    kept.keep(drop(200, names=3))
+            kept.add(other)  # of another mode, in between
+        kept.add(close(number))
+    kept.add(drop(200, names=3))
     if ended:
-        kept.keep(End("", 0.0))
+        kept.add(End("", 0.0))
     records = written(kept)
     assert len(records) <= 7
     assert isinstance(records[-1], End) == ended
@@ -359,7 +359,7 @@ def test_a_signal_handler_is_told_that_it_interrupts_a_wait_for_room(rig: Rig) -
     seen: list[bool] = []
 
     def handler(*_: object) -> None:
-        if capture._waiting:
+        if capture._state.waiting:
             seen.append(capture.is_reentrant_call)
             rig.store()
 

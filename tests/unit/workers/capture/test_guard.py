@@ -121,7 +121,7 @@ def captured(chosen: str, tmp_path: Path) -> Spool:
             for part, (shapes, _) in PARTS.items():
                 assert capture.save(plans[part], [values[name] for name in shapes])
         capture.end()
-        assert capture._deferred.join(60)
+        assert capture._device.join(60)
     finally:
         capture.close()
     return spool

@@ -114,9 +114,9 @@ def test_any_start_after_any_rotation(
     start = data.draw(st.integers(0, count))
     reader = JournalReader(spool, start)
     assert [(p.ordinal, p.record) for p in reader.read()] == list(enumerate(records))[start:]
-    reader.drop_before(count)
+    reader.remove_before(count)
     assert [path.name for path in spool.path.glob("journal-*")] == [
-        f"journal-{writer.generation:06d}"
+        f"journal-{writer.file_index:06d}"
     ]
     writer.close()
     reader.close()
@@ -132,7 +132,7 @@ def test_a_full_file_says_so_and_declarations_are_void_in_the_next(spool: Spool)
         writer.append(Trouble("z" * 100, 0, 0.0))
     before = writer.next_ordinal
     writer.make_room((KIND, inline(7)))
-    assert writer.generation == 1
+    assert writer.file_index == 1
     assert [writer.append(KIND), writer.append(inline(7))] == [before, before + 1]
     assert reader.read()[-1].kind == KIND
     writer.close()
@@ -207,11 +207,11 @@ def test_files_are_dropped_only_when_all_their_records_are_stored(spool: Spool) 
     firsts = {0: 0}
     for step in range(40):
         ordinal = append(writer, close(step))
-        firsts.setdefault(writer.generation, ordinal)
+        firsts.setdefault(writer.file_index, ordinal)
     reader.read()
-    reader.drop_before(firsts[2] - 1)
+    reader.remove_before(firsts[2] - 1)
     assert min(path.name for path in spool.path.glob("journal-*")) == "journal-000001"
-    reader.drop_before(firsts[2])
+    reader.remove_before(firsts[2])
     assert min(path.name for path in spool.path.glob("journal-*")) == "journal-000002"
     later = JournalReader(spool, firsts[2])
     assert later.read()[0].ordinal == firsts[2]
@@ -314,14 +314,14 @@ def test_a_part_read_back_has_its_declaration(spool: Spool) -> None:
 def put(writer: JournalWriter, memory: bytearray, kind: int, offset: int) -> None:
     """Three bytes from the front of the memory to `offset` in it."""
     base = kernel.address_of(memory)
-    writer.put(base + offset, base, 3, kind, 1, offset)
+    writer.append_part(base + offset, base, 3, kind, 1, offset)
 
 
 def test_a_part_that_was_put_reads_like_one_that_was_appended(spool: Spool) -> None:
     writer, reader, memory = JournalWriter(spool), JournalReader(spool), bytearray(b"abc" * 40)
     where = (1, 1 << 40, (1 << 63) - 1)  # as long as numbers get
     writer.append(KIND)
-    writer.begin(*where)
+    writer.set_step(*where)
     memory[3:] = bytes(117)
     put(writer, memory, 0, 48)
     writer.append(close(0))
@@ -342,7 +342,7 @@ def test_parts_that_are_put_leave_room_for_the_way_on(spool: Spool) -> None:
     memory = bytearray(64)
     writer.append(KIND)
     for step in range(100):
-        writer.begin(1, step, step)
+        writer.set_step(1, step, step)
         try:
             put(writer, memory, 0, 8)
         except JournalFileFull:
@@ -351,7 +351,7 @@ def test_parts_that_are_put_leave_room_for_the_way_on(spool: Spool) -> None:
             put(writer, memory, 0, 8)
     found = [piece.record for piece in reader.read()]
     assert [record.step for record in found if isinstance(record, Part)] == list(range(100))
-    assert writer.generation > 3
+    assert writer.file_index > 3
     writer.close()
     reader.close()
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smdist.workers.capture.freelist import FreeList
+from smdist.workers.capture.arena import FreeList
 
 SIZE = 1000
 

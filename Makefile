@@ -23,6 +23,7 @@ HOROVOD := .venv-horovod
 # Made by the benchmarks, for tools that do not fit beside smdist.
 PEERS := .venv-peers .venv-s3_peers .venv-smdebug
 BIN := $(VENV)/bin
+KERNEL := smdist/kernel/_native.c smdist/kernel/_native_variants.h
 RUN_TESTS = $(BIN)/python tests/environments/matrix.py --workers $(WORKERS)
 
 SHELL := /bin/sh
@@ -118,7 +119,7 @@ define make_venv
 	@$(2)/bin/python -m pip --version >/dev/null 2>&1 || $(1) -m venv --clear $(2)
 endef
 
-$(VENV)/smdist.stamp: pyproject.toml setup.py constraints/main.txt smdist/kernel/_native.c
+$(VENV)/smdist.stamp: pyproject.toml setup.py constraints/main.txt $(KERNEL)
 	@echo "[1/4] virtual environment in $(VENV)"
 	$(call make_venv,$(PYTHON),$(VENV))
 	@echo "[2/4] $(TORCH) (the largest download)"
@@ -135,7 +136,7 @@ test-oldest: $(OLDEST)/smdist.stamp
 	@$(OLDEST)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/unit tests/contracts \
 	  -m "not torch and not ray" --ignore=tests/unit/workers/torch_adapter $(ARGS)
 
-$(OLDEST)/smdist.stamp: pyproject.toml setup.py constraints/oldest.txt smdist/kernel/_native.c
+$(OLDEST)/smdist.stamp: pyproject.toml setup.py constraints/oldest.txt $(KERNEL)
 	@echo "[1/2] virtual environment in $(OLDEST)"
 	$(call make_venv,$(PYTHON310),$(OLDEST))
 	@echo "[2/2] smdist with the oldest versions it supports, without torch"
@@ -153,7 +154,7 @@ $(VENV)/tensorflow.stamp: $(VENV)/smdist.stamp constraints/tensorflow.txt
 
 # Horovod, and the last TensorFlow with Keras 2 and estimators, which ask for an older numpy and an
 # older protobuf than Ray.
-$(HOROVOD)/smdist.stamp: pyproject.toml setup.py smdist/kernel/_native.c constraints/horovod.txt \
+$(HOROVOD)/smdist.stamp: pyproject.toml setup.py $(KERNEL) constraints/horovod.txt \
   tests/environments/horovod.py
 	@$(HOROVOD_PYTHON) tests/environments/horovod.py $(@D)
 	@touch $@

@@ -17,6 +17,7 @@ setup(
         Extension(
             "smdist.kernel._native",
             sources=["smdist/kernel/_native.c"],
+            depends=["smdist/kernel/_native_variants.h"],  # also puts it into the sdist
             define_macros=[("Py_LIMITED_API", "0x030A0000")] if limited else [],
             py_limited_api=limited,
             extra_compile_args=["-O3"],

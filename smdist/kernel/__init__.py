@@ -1,51 +1,46 @@
-"""Copies and statistics over plain addresses: what the training thread does on a captured step.
+"""Copies and statistics over plain addresses: the work of the training thread on a captured step.
 
-The work is done by the compiled `smdist.kernel._native`, or by numpy where that was not built or where the
-environment says `SMDIST_KERNEL=numpy`. Both give the same rows up to rounding; `compiled` tells
+The compiled `smdist.kernel._native` does it, or numpy where that was not built or where the
+environment has `SMDIST_KERNEL=numpy`. Both return the same rows up to rounding; `compiled` tells
 which one is in use. To build it in place: `python setup.py build_ext --inplace`.
 
-Called by the training thread, through the capture. Addresses are integers and are believed: each
-must be that of live memory of the stated size, which nobody frees or writes during the call. They
-need not be aligned. The compiled functions release the GIL for all but small work (256 KiB), which
-is over sooner than the GIL could be had back from another thread.
+Called by the training thread, through the capture. Addresses are integers and are not checked: each
+must point to live memory of the stated size that no other thread frees or writes during the call.
+They need not be aligned. The compiled functions release the GIL, except for work below 256 KiB, which
+takes less time than getting the GIL back from another thread.
 
 A row of statistics holds these float64 columns:
 
     count                       number of elements
-    nans infs zeros             how many of them are NaN, infinite, zero (-0.0 is one)
-    sum m2 abs_sum              m2: squared deviations from the mean, summed
+    nans infs zeros             number of NaN, of infinities, of zeros (-0.0 is a zero)
+    sum m2 abs_sum              m2: sum of squared deviations from the mean
     min max abs_min             abs_min: least magnitude
-
-The guard of bytes is a short checksum: what the training process wrote is what the uploader finds.
-Ranges of up to 2 KiB are covered entirely, larger ones by their first word in every 512 bytes and
-their last one. It depends on the places of the ranges, counted from an origin; that of several
-ranges is the sum of theirs, in 32 bits.
 
 Any NaN makes everything after the counts NaN, as in numpy; infinities make m2 NaN. A row of no
 elements has the sums 0, min and abs_min +inf, max -inf: merging it changes nothing.
+
+The *guard* of bytes is a short checksum. The training process writes it to the journal, and the
+uploader checks it. Ranges up to 2 KiB are covered entirely, larger ones by the first word of each 512
+bytes and the last word. It depends on the positions of the ranges, counted from an origin; the guard
+of several ranges is the sum of theirs, in 32 bits.
 """
 
 from __future__ import annotations
 
-import ctypes
-import math
 import os
-import struct
-import sys
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-import google_crc32c
-import ml_dtypes
 import numpy as np
+
+from smdist.kernel.numpy_kernel import COLUMNS, DTYPES, NumpyKernel, merge, values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    Array = np.ndarray[Any, np.dtype[Any]]
-
 __all__ = [
     "COLUMNS",
     "DTYPES",
+    "NumpyKernel",
     "address_of",
     "compiled",
     "copy",
@@ -63,63 +58,11 @@ try:
 except ImportError:  # installed without a compiler
     _compiled = None
 
-COLUMNS: Final = (
-    "count",
-    "nans",
-    "infs",
-    "zeros",
-    "sum",
-    "m2",
-    "abs_sum",
-    "min",
-    "max",
-    "abs_min",
-)
-
-# How the bytes of a tensor are seen by numpy, and what they mean where that is something else.
-_STORED: Final = {
-    "F64": "f8",
-    "F32": "f4",
-    "F16": "f2",
-    "BF16": "u2",
-    "I64": "i8",
-    "I32": "i4",
-    "I16": "i2",
-    "I8": "i1",
-    "U64": "u8",
-    "U32": "u4",
-    "U16": "u2",
-    "U8": "u1",
-    "BOOL": "u1",
-    "F8_E4M3": "u1",
-    "F8_E5M2": "u1",
-    "F8_E4M3FNUZ": "u1",
-    "F8_E5M2FNUZ": "u1",
-    "F8_E8M0": "u1",
-}
-_MEANT: Final = {
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-}
-
-DTYPES: Final = frozenset(_STORED)
-"""Codes of the types that have statistics: all but the complex ones."""
-
-_MOST_OPENING = 32
-_REST, _HEAD = struct.Struct(">BdBIBIBQBI"), struct.Struct("<II")
-_GUARD_WHOLE, _GUARD_STRIDE, _GUARD_KEY = 2048, 512, 0x9E3779B97F4A7C15
-_WORD, _LOW, _HALF = 1 << 64, np.uint64(0xFFFFFFFF), np.uint64(32)
-_CHUNK = 1 << 14  # elements; as float64, with temporaries, they stay in the second-level cache
-
 
 def address_of(buffer: Any) -> int:
-    """Where a contiguous buffer (mmap, memoryview, array, bytes) begins; 0 when it is empty.
+    """Return the address of a contiguous buffer (mmap, memoryview, array, bytes); 0 when it is empty.
 
-    Nothing is held: the caller keeps the buffer alive and in its place.
+    No reference is kept: the caller keeps the buffer alive and does not resize it.
     """
     if isinstance(buffer, np.ndarray):  # memoryview does not know the types of ml_dtypes
         if not buffer.flags.c_contiguous:
@@ -133,220 +76,12 @@ def address_of(buffer: Any) -> int:
     return int(np.frombuffer(view.cast("B"), np.uint8).__array_interface__["data"][0])
 
 
-def values(address: int, count: int, dtype: str) -> Array:
-    """The elements at an address as a flat array of numbers numpy calculates with.
-
-    Two- and one-byte floats are widened (a copy); all others are a view of the memory.
-    """
-    stored = _STORED.get(dtype)
-    if stored is None:
-        raise ValueError(f"no statistics for dtype {dtype!r}")
-    if not count:
-        return np.zeros(0, stored)
-    if not address:
-        raise ValueError("null address")
-    size = count * np.dtype(stored).itemsize
-    memory = memoryview((ctypes.c_char * size).from_address(address))
-    raw: Array = np.frombuffer(memory, stored)
-    if dtype == "BF16":
-        return np.left_shift(raw, 16, dtype=np.uint32).view(np.float32)
-    if dtype == "F16":
-        return raw.astype(np.float32)
-    if dtype == "BOOL":
-        return raw.astype(np.bool_)
-    if dtype in _MEANT:
-        meant: Array = raw.view(getattr(ml_dtypes, _MEANT[dtype]))
-        return meant.astype(np.float32)
-    return raw
-
-
-def _total(parts: Array) -> float:
-    try:
-        return math.fsum(parts)
-    except (OverflowError, ValueError):  # infinities of both signs, or a sum beyond float64
-        return float(np.sum(parts))
-
-
-def merge(rows: Array) -> Array:
-    """One row of base columns for the union of what the rows describe (Chan's formula)."""
-    rows = np.asarray(rows[rows[:, 0] > 0])
-    if not len(rows):
-        return np.array([0, 0, 0, 0, 0, 0, 0, np.inf, -np.inf, np.inf], np.float64)
-    if len(rows) == 1:
-        return np.array(rows[0])
-    counts, sums = rows[:, 0], rows[:, 4]
-    with np.errstate(all="ignore"):
-        total = _total(sums)
-        offsets = sums / counts - total / counts.sum()
-        m2 = _total(rows[:, 5]) + _total(counts * offsets * offsets)
-        return np.array(
-            [
-                *rows[:, :4].sum(axis=0),
-                total,
-                m2,
-                _total(rows[:, 6]),
-                rows[:, 7].min(),
-                rows[:, 8].max(),
-                rows[:, 9].min(),
-            ],
-            np.float64,
-        )
-
-
-def _chunk_row(elements: Array) -> list[float]:
-    wide = elements.astype(np.float64)
-    magnitudes = np.abs(wide)
-    total, n = float(wide.sum()), wide.size
-    deviations = wide - total / n
-    rest = float(deviations.sum())
-    np.multiply(deviations, deviations, out=deviations)
-    m2 = float(deviations.sum()) - rest * rest / n  # np.dot would wake BLAS threads
-    zeros, nans = n - np.count_nonzero(wide), np.count_nonzero(np.isnan(wide))
-    infs = np.count_nonzero(np.isinf(wide))
-    return [
-        n,
-        nans,
-        infs,
-        zeros,
-        total,
-        math.nan if infs or nans else max(m2, 0.0),
-        float(magnitudes.sum()),
-        float(wide.min()),
-        float(wide.max()),
-        float(magnitudes.min()),
-    ]
-
-
-def _range_guard(address: int, size: int, position: int) -> int:
-    """As `guard_of` in the compiled kernel."""
-    if not size:
-        return 0
-    data = values(address, size, "U8")
-    stride = 8 if size <= _GUARD_WHOLE else _GUARD_STRIDE
-    words = np.ndarray(((size + stride - 8) // stride,), np.uint64, data, strides=(stride,))
-    mixed = np.arange(len(words), dtype=np.uint64)
-    mixed *= np.uint64(stride * _GUARD_KEY % _WORD)
-    mixed += np.uint64((position + 1) * _GUARD_KEY % _WORD)
-    mixed ^= words
-    total = int(words.sum()) + int(np.dot(mixed & _LOW, mixed >> _HALF))
-    last = int.from_bytes(data[-8:].tobytes().ljust(8, b"\0"), sys.byteorder)
-    mixed_last = last ^ (position + size + 1) * _GUARD_KEY % _WORD
-    total = (total + last + (mixed_last & 0xFFFFFFFF) * (mixed_last >> 32)) % _WORD
-    return (total ^ total >> 32) & 0xFFFFFFFF
-
-
-class NumpyKernel:
-    """The functions of `smdist.kernel._native` without it: right first, fast second."""
-
-    @staticmethod
-    def copy(
-        targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], origin: int, /
-    ) -> int:
-        if not len(targets) == len(sources) == len(sizes):
-            raise ValueError("copy(): sequences of different lengths")
-        for target, source, size in zip(targets, sources, sizes, strict=True):
-            if size < 0 or (size and not (target and source)):
-                raise ValueError("copy(): null address or negative size")
-        for target, source, size in zip(targets, sources, sizes, strict=True):
-            ctypes.memmove(target, source, size)
-        return NumpyKernel.guard(targets, sizes, origin)
-
-    @staticmethod
-    def guard(addresses: Sequence[int], sizes: Sequence[int], origin: int, /) -> int:
-        if len(addresses) != len(sizes):
-            raise ValueError("guard(): sequences of different lengths")
-        for address, size in zip(addresses, sizes, strict=True):
-            if size < 0 or (size and not address):
-                raise ValueError("guard(): null address or negative size")
-        ranges = zip(addresses, sizes, strict=True)
-        return sum(_range_guard(at, size, at - origin) for at, size in ranges) & 0xFFFFFFFF
-
-    @staticmethod
-    def record(
-        target: int,
-        source: int,
-        size: int,
-        cursor: int,
-        opening: bytes,
-        when: float,
-        kind: int,
-        arena: int,
-        offset: int,
-        /,
-    ) -> None:
-        place = (ctypes.c_uint64 * 2).from_address(cursor) if cursor > 0 else [0, 0]
-        frame = place[0]
-        if (
-            min(target, source, size, kind, arena, offset) < 0
-            or not frame
-            or frame % _HEAD.size
-            or (size and not (target and source))
-            or len(opening) > _MOST_OPENING
-            or max(kind, arena) >= 1 << 32
-        ):
-            raise ValueError("record(): an address or a number that cannot be")
-        ctypes.memmove(target, source, size)
-        guard = _range_guard(target, size, 0)
-        numbers = (0xCB, when, 0xCE, kind, 0xCE, arena, 0xCF, offset, 0xCE, guard)
-        payload = opening + _REST.pack(*numbers)
-        head = _HEAD.pack(len(payload), google_crc32c.value(payload))
-        ctypes.memmove(frame + _HEAD.size, payload, len(payload))
-        ctypes.memmove(frame, head, _HEAD.size)
-        place[0] = frame + _HEAD.size + len(payload) + (-len(payload) % 8)
-        place[1] += 1
-
-    @staticmethod
-    def statistics(
-        addresses: Sequence[int],
-        counts: Sequence[int],
-        dtypes: Sequence[str],
-        out: int,
-        stride: int,
-        /,
-    ) -> None:
-        if not len(addresses) == len(counts) == len(dtypes):
-            raise ValueError("statistics(): sequences of different lengths")
-        if len(addresses) and (not out or stride < 8 * len(COLUMNS)):
-            raise ValueError(f"statistics(): null `out`, or `stride` below {8 * len(COLUMNS)}")
-        for index, (count, dtype) in enumerate(zip(counts, dtypes, strict=True)):
-            if dtype not in _STORED:
-                raise ValueError(f"tensor {index}: no statistics for dtype {dtype!r}")
-            if count < 0 or (count and not addresses[index]):
-                raise ValueError(f"tensor {index}: null address or negative size")
-        for index, (address, count, dtype) in enumerate(
-            zip(addresses, counts, dtypes, strict=True)
-        ):
-            row = NumpyKernel._row(address, count, dtype)
-            ctypes.memmove(out + index * stride, row.ctypes.data, row.nbytes)
-
-    @staticmethod
-    def _row(address: int, count: int, dtype: str) -> Array:
-        itemsize = np.dtype(_STORED[dtype]).itemsize
-        rows = []
-        with np.errstate(all="ignore"):
-            for at in range(0, count, _CHUNK):
-                elements = values(address + at * itemsize, min(_CHUNK, count - at), dtype)
-                rows.append(_chunk_row(elements))
-        return merge(np.array(rows, np.float64).reshape(-1, len(COLUMNS)))
-
-    @staticmethod
-    def populate(address: int, nbytes: int) -> None:
-        """Write each page's first byte over itself: nobody else may write it meanwhile."""
-        if nbytes < 0 or (nbytes and not address):
-            raise ValueError("populate(): null address or negative size")
-        page = os.sysconf("SC_PAGESIZE")
-        at, end = address, address + nbytes
-        while at < end:
-            ctypes.memmove(at, at, 1)
-            at = (at // page + 1) * page
-
-
 def populate(address: int, nbytes: int) -> None:
-    """Make the pages of a writable mapping resident and mapped; contents stay as they are.
+    """Make the pages of a writable mapping resident and keep their contents.
 
-    Nobody writes the range meanwhile: without MADV_POPULATE_WRITE (Linux before 5.14) each page is
-    touched, which the compiled kernel does atomically and the numpy one does not.
-    OSError when the pages cannot be had, where the kernel says so before a SIGBUS does.
+    No other thread may write the range meanwhile: without MADV_POPULATE_WRITE (Linux before 5.14)
+    each page is touched, which is atomic in the compiled kernel only. Raises OSError when there is
+    no memory for the pages and the operating system reports that (otherwise: SIGBUS).
     """
     _chosen.populate(address, nbytes)
 
@@ -354,28 +89,25 @@ def populate(address: int, nbytes: int) -> None:
 compiled: bool = _compiled is not None and os.environ.get("SMDIST_KERNEL") != "numpy"
 _chosen: Any = _compiled if compiled else NumpyKernel
 
-# Bound as they are, without a Python frame around each call.
+# Bound directly: a Python function around each would cost a frame per call.
 copy: Callable[[Sequence[int], Sequence[int], Sequence[int], int], int] = _chosen.copy
-"""copy(targets, sources, sizes, origin): copy many ranges of bytes; a target overlaps no source.
-
-Returned is the guard of the targets.
-"""
+"""copy(targets, sources, sizes, origin): copy ranges that do not overlap; return their guard."""
 
 guard: Callable[[Sequence[int], Sequence[int], int], int] = _chosen.guard
-"""guard(addresses, sizes, origin): the guard of ranges that are in place."""
+"""guard(addresses, sizes, origin): return the guard of ranges that are in place."""
 
 record: Callable[[int, int, int, int, bytes, float, int, int, int], None] = _chosen.record
-"""record(target, source, size, cursor, opening, when, kind, arena, offset): copy, then say so.
+"""record(target, source, size, cursor, opening, when, kind, arena, offset): copy and journal it.
 
-What it says is a `Part` in a frame of the journal, with the guard of the bytes from `target` on. At the address `cursor` are two numbers of 64
-bits: the address of that frame, a multiple of 8 with 72 bytes of room, and its ordinal; both are
-those of the next one afterwards. `opening` is the beginning of the record as it is encoded, up to
-its time. The bytes are in their place before the frame is.
+The journal frame is a `Part` record with the guard of the bytes from `target` on. At the address
+`cursor` are two 64-bit numbers: the address of the frame (a multiple of 8, with 72 bytes of room) and
+its ordinal. Both are advanced to the next frame. `opening` is the encoded beginning of the record, up
+to its time. The bytes are in place before the frame is.
 """
 
 statistics: Callable[[Sequence[int], Sequence[int], Sequence[str], int, int], None]
 statistics = _chosen.statistics
-"""statistics(addresses, counts, dtypes, out, stride): row i is written at out + i * stride bytes.
+"""statistics(addresses, counts, dtypes, out, stride): write row i at out + i * stride bytes.
 
-`counts` are elements, `dtypes` codes of `DTYPES`. ValueError names a dtype that is not one.
+`counts` are numbers of elements, `dtypes` codes of `DTYPES`. Raises ValueError for another dtype.
 """

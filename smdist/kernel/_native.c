@@ -1,28 +1,25 @@
-/* smdist.kernel._native: what the training thread does on a captured step.
+/* smdist.kernel._native: the work of the training thread on a captured step.
  *
- *   copy        many memcpy in one call, and the guard of what was copied
- *   record      one memcpy, then the journal's frame that says where it went, with the guard
- *   guard       the guard of bytes that are in place
- *   statistics  one row of sufficient statistics per tensor, in one pass over memory
+ *   copy        copy many ranges of memory and return the guard of the copies
+ *   record      copy one range, then write the journal frame with its place and guard
+ *   guard       compute the guard of ranges that are in place
+ *   statistics  write one row of sufficient statistics per tensor, in one pass over memory
  *   populate    make the pages of a mapping resident before they are needed
  *
  * Addresses come as Python integers, so neither numpy nor torch headers are needed and one
  * limited-API binary serves every Python from 3.10 on.
  *
- * How a tensor is reduced. It is read in chunks that fit the first-level cache. One sweep over a
- * chunk gives sum, sum of squares, sum of magnitudes (double), min, max, least magnitude (native
- * type) and the number of zeros. Two further sweeps exist, over data that is in cache by then, and
- * run only for chunks that need them:
+ * How a tensor is reduced: it is read in chunks that fit the first-level cache. One sweep over a
+ * chunk computes sum, sum of squares, sum of magnitudes (double), min, max, least magnitude (native
+ * type) and the number of zeros. Two more sweeps run over the cached chunk, only when needed:
  *   - deviations from the chunk's mean, when sum of squares and sum would cancel,
  *   - counting of NaN and infinities, when the sum of magnitudes is not finite.
  * Chunks are merged by Chan's formula, sums with Neumaier's compensation.
  *
- * The sweeps are compiled once per instruction set: the file includes itself with VARIANT defined.
- * (An always-inline body in functions of several targets does not do: gcc splits wide vectors
- * before it inlines. `target_clones` does not do: it needs ifunc, which musl and macOS lack.)
+ * The sweeps are in _native_variants.h, which is included once per instruction set. Two alternatives
+ * fail: gcc splits wide vectors before it inlines an always-inline body into functions of several
+ * targets, and `target_clones` needs ifunc, which musl and macOS lack.
  */
-
-#ifndef VARIANT
 
 #define PY_SSIZE_T_CLEAN
 #include <pyconfig.h>
@@ -52,8 +49,8 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* Below this many bytes the GIL is kept: the work takes some tens of microseconds, while getting
- * the GIL back from a busy Python thread can take a whole switch interval (5 ms). */
+/* Below this many bytes the GIL is kept. The work takes tens of microseconds, but getting the GIL back
+ * from a busy Python thread can take a whole switch interval (5 ms). */
 #define KEEP_GIL_BYTES (256 * 1024)
 
 /* ---- dtypes ------------------------------------------------------------------------------ */
@@ -85,7 +82,7 @@ typedef struct {
     double origin, shifted; /* the first chunk's mean; sum of (element - origin) */
 } Row;
 
-/* What the first sweep over a chunk finds; min, max and abs_min mean nothing when it has NaN. */
+/* Result of the first sweep over a chunk; min, max and abs_min are undefined when it has NaN. */
 typedef struct {
     double sum, squares, abs_sum, min, max, abs_min;
     uint64_t zeros;
@@ -183,16 +180,16 @@ INLINE float f16_value(uint16_t half) {
 
 /* ---- guard --------------------------------------------------------------------------------
  *
- * A short checksum of what was captured. It goes into the journal, and the uploader computes it
- * again over the bytes it stores: if a range was handed out twice, it finds out.
+ * A short checksum of captured bytes. The training process writes it to the journal and the uploader
+ * computes it again from the bytes it stores. It detects a range that was allocated twice.
  *
- * Small ranges are covered entirely; of larger ones the first word of each 512 bytes, and the last
- * word. Parts of up to 512 bytes travel in the journal, so one that is put over another, wherever it
- * begins, covers one of these words at least. (While a device copies, small parts are in the arena
- * as well: one of these may fall between two words.)
+ * Ranges up to 2 KiB are covered entirely. Larger ones are covered by the first word of each 512 bytes
+ * and the last word. Parts of up to 512 bytes travel in the journal, so a part in the arena that
+ * overwrites another one overwrites at least one of these words. (Exception: while a device copies,
+ * small parts are in the arena too and may fall between two words.)
  *
- * The position of a word is mixed into it, then they are added: in vectors, in numpy, and range by
- * range. */
+ * Each word is mixed with its position, then all are added. So the sum can be computed in vectors, in
+ * numpy, and range by range. */
 #define GUARD_WHOLE 2048
 #define GUARD_STRIDE 512
 #define GUARD_KEY UINT64_C(0x9E3779B97F4A7C15)
@@ -209,7 +206,7 @@ INLINE uint64_t guard_word(uint64_t word, uint64_t position) {
     return word + (mixed & UINT32_MAX) * (mixed >> 32);
 }
 
-/* `sum` is that of the words before the last one. */
+/* `sum` covers the words before the last one. */
 INLINE uint32_t guard_close(uint64_t sum, const char *data, size_t size, uint64_t position) {
     uint64_t last = 0;
     size_t bytes = size < sizeof last ? size : sizeof last;
@@ -226,14 +223,14 @@ INLINE uint32_t guard_close(uint64_t sum, const char *data, size_t size, uint64_
 #define VARIANT baseline
 #define VARIANT_TARGET
 #define WIDTH 16
-#include "_native.c"
+#include "_native_variants.h"
 
 #ifdef HAVE_AVX2_VARIANT
 #define VARIANT avx2
 #define VARIANT_TARGET __attribute__((target("avx2,fma,f16c")))
 #define VARIANT_AVX2
 #define WIDTH 32
-#include "_native.c"
+#include "_native_variants.h"
 #endif
 
 /* ---- one-byte types ---------------------------------------------------------------------- */
@@ -257,7 +254,7 @@ static double f8_value(unsigned byte, int exponent_bits, int bias, unsigned spec
     return sign * mantissa * power_of_two((exponent ? exponent : 1) - bias - mantissa_bits);
 }
 
-static double BYTE_VALUES[DTYPES - I8][256]; /* filled once, when the module is made */
+static double BYTE_VALUES[DTYPES - I8][256]; /* filled once, when the module is loaded */
 
 static void fill_byte_values(void) {
     double nan = __builtin_nan("");
@@ -267,15 +264,15 @@ static void fill_byte_values(void) {
         BYTE_VALUES[BOOL - I8][byte] = byte != 0;
         BYTE_VALUES[F8_E4M3 - I8][byte] = f8_value(byte, 4, 7, 0x7f, 0);
         BYTE_VALUES[F8_E5M2 - I8][byte] = f8_value(byte, 5, 15, 0x7c, 1);
-        /* "FNUZ": finite, and what would be negative zero is the one NaN */
+        /* "FNUZ": no infinities; the bits of negative zero are the only NaN */
         BYTE_VALUES[F8_E4M3FNUZ - I8][byte] = byte == 0x80 ? nan : f8_value(byte, 4, 8, 0x80, 0);
         BYTE_VALUES[F8_E5M2FNUZ - I8][byte] = byte == 0x80 ? nan : f8_value(byte, 5, 16, 0x80, 0);
         BYTE_VALUES[F8_E8M0 - I8][byte] = byte == 0xff ? nan : power_of_two((int)byte - 127);
     }
 }
 
-/* One-byte types have 256 values: a histogram says everything. Four of them, because counting
- * equal neighbours in one would wait for the store before. */
+/* One-byte types have 256 values, so a histogram is enough. Four histograms, because counting equal
+ * neighbours in one would wait for the previous store. */
 static void reduce_bytes(const unsigned char *data, uint64_t count, const double *values, Row *row) {
     uint64_t seen[4][256];
     memset(seen, 0, sizeof seen);
@@ -373,8 +370,8 @@ static void reduce(const Item *item, Row *row) {
     }
 }
 
-/* torch.set_flush_denormal(True) makes subnormal numbers vanish on the training thread; what is in
- * memory is counted as it is. */
+/* torch.set_flush_denormal(True) makes arithmetic on the training thread treat subnormal numbers as
+ * zero. Statistics describe the memory, so they are computed in the default mode. */
 #if defined(__x86_64__)
 typedef unsigned int FloatMode;
 INLINE FloatMode float_mode_default(void) {
@@ -511,13 +508,13 @@ static int moves_parse(const Items *items, Move *moves, uint64_t *total) {
     return 0;
 }
 
-/* From this size on the copy goes past the caches: nobody on this core reads it again, so it need
- * not push out what training works on, nor does the memory have to be read before it is written.
+/* From this size on the copy bypasses the caches: this core does not read it again. So it does not
+ * evict the data of training, and memory need not be read before it is written.
  * Measured (2.8 GHz EPYC, ranges of 272 KB and 3 MB): 0.65 to 0.7 of memcpy's time. */
 #define STREAM_BYTES (64 * 1024)
 #define STREAM_BLOCK 4096
 
-/* The guard's words are read where the copy reads: the target is not in a cache. */
+/* The guard's words are read from the source: the target is not in a cache. */
 static uint32_t move_large(char *target, const char *source, size_t size, uint64_t position) {
     uint64_t sum = 0;
     size_t at = 0; /* of the next word for the guard */
@@ -588,7 +585,7 @@ static uint32_t moves_guard(const Move *moves, Py_ssize_t n, uint64_t origin) {
     return guard;
 }
 
-/* Targets, sources, sizes; the guard of the whole is the sum of those of its ranges. */
+/* `args`: targets, sources, sizes. The guard of several ranges is the sum of their guards. */
 static PyObject *moves_call(const char *name, PyObject *const *args, PyObject *from, MovesRunner run) {
     Items items[3];
     Move few[32], *moves = few;
@@ -633,10 +630,10 @@ static PyObject *kernel_guard(PyObject *module, PyObject *const *args, Py_ssize_
 /* ---- record ------------------------------------------------------------------------------ */
 
 #define FRAME_HEAD 8  /* length and checksum of the payload, little endian */
-#define MOST_OPENING 32
+#define MAX_OPENING 32
 #define PAYLOAD_REST 33
 
-/* msgpack: a byte that says what follows, then `bytes` of it, the highest first. */
+/* Append a msgpack number: the type byte, then the value in `bytes` bytes, big endian. */
 static unsigned char *pack(unsigned char *at, unsigned char what, uint64_t value, int bytes) {
     *at++ = what;
     while (bytes--) *at++ = (unsigned char)(value >> 8 * bytes);
@@ -651,16 +648,16 @@ typedef struct {
     uint32_t guard;
 } Record;
 
-/* Where the next frame of the journal goes, and its ordinal. Moved on here and not by the caller:
- * a signal is met as soon as the call returns, and what is written must not be written over. */
+/* Address and ordinal of the next journal frame. Advanced here and not by the caller: a signal handler
+ * may run as soon as the call returns, and must not overwrite the frame. */
 typedef struct {
     uint64_t frame, ordinal;
 } Cursor;
 
-/* A reader that looks meanwhile finds no length there, so the head is last. */
+/* Writes the head last: until then a concurrent reader finds length 0, which means no frame. */
 static void frame_write(Cursor *cursor, const Record *record) {
     char *frame = (char *)(uintptr_t)cursor->frame;
-    unsigned char payload[MOST_OPENING + PAYLOAD_REST], head[FRAME_HEAD], *at = payload;
+    unsigned char payload[MAX_OPENING + PAYLOAD_REST], head[FRAME_HEAD], *at = payload;
     uint64_t when;
     memcpy(&when, &record->when, sizeof when);
     memcpy(at, record->opening, (size_t)record->opening_bytes);
@@ -696,9 +693,9 @@ static PyObject *kernel_record(PyObject *module, PyObject *const *args, Py_ssize
     if (record.when == -1.0 && PyErr_Occurred()) return NULL;
     Cursor *cursor = (Cursor *)(uintptr_t)place;
     if (!cursor || !cursor->frame || cursor->frame % FRAME_HEAD || (size && !(target && source)) ||
-        record.opening_bytes > MOST_OPENING || record.kind > UINT32_MAX ||
+        record.opening_bytes > MAX_OPENING || record.kind > UINT32_MAX ||
         record.arena > UINT32_MAX) {
-        PyErr_SetString(PyExc_ValueError, "record(): an address or a number that cannot be");
+        PyErr_SetString(PyExc_ValueError, "record(): invalid argument (null or unaligned address, or value out of range)");
         return NULL;
     }
     Move move = {(char *)(uintptr_t)target, (const char *)(uintptr_t)source, (size_t)size};
@@ -792,14 +789,14 @@ static void touch(uintptr_t from, uintptr_t to, uintptr_t page) {
         __atomic_fetch_or((unsigned char *)at, (unsigned char)0, __ATOMIC_RELAXED);
 }
 
-/* 0, or the errno that says these pages cannot be had (touching them would be SIGBUS). */
+/* Return 0, or the errno when the pages are not available (touching them would raise SIGBUS). */
 static int populate_range(uintptr_t from, uintptr_t to, uintptr_t page) {
 #ifdef MADV_POPULATE_WRITE
     uintptr_t aligned = from & ~(page - 1);
     size_t size = (size_t)(((to + page - 1) & ~(page - 1)) - aligned);
     for (;;) {
         if (madvise((void *)aligned, size, MADV_POPULATE_WRITE) == 0) return 0;
-        if (errno == EINVAL) break; /* kernel before 5.14, or a mapping it does not do */
+        if (errno == EINVAL) break; /* Linux before 5.14, or a mapping that is not supported */
         if (errno != EINTR && errno != EAGAIN) return errno;
     }
 #endif
@@ -811,18 +808,18 @@ static int populate_range(uintptr_t from, uintptr_t to, uintptr_t page) {
 static PyObject *kernel_populate(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
     (void)module;
     uint64_t address, bytes;
-    int trouble = 0;
+    int error = 0;
     if (arguments("populate", nargs, 2) < 0 || as_uint64(args[0], &address) < 0 ||
         as_uint64(args[1], &bytes) < 0 || not_null(address, bytes, 0) < 0)
         return NULL;
     if (bytes) {
         uintptr_t from = (uintptr_t)address, page = (uintptr_t)sysconf(_SC_PAGESIZE);
         Py_BEGIN_ALLOW_THREADS
-        trouble = populate_range(from, from + (uintptr_t)bytes, page);
+        error = populate_range(from, from + (uintptr_t)bytes, page);
         Py_END_ALLOW_THREADS
     }
-    if (trouble) {
-        errno = trouble;
+    if (error) {
+        errno = error;
         return PyErr_SetFromErrno(PyExc_OSError);
     }
     Py_RETURN_NONE;
@@ -832,13 +829,13 @@ static PyObject *kernel_populate(PyObject *module, PyObject *const *args, Py_ssi
 
 static int avx2_here(void) {
 #ifdef HAVE_AVX2_VARIANT
-    /* by hand: `__builtin_cpu_supports` needs a runtime symbol that some toolchains do not link */
+    /* Not `__builtin_cpu_supports`: it needs a runtime symbol that some toolchains do not link. */
     unsigned a, b, c, d, saved, unused;
     const unsigned wanted = bit_FMA | bit_F16C | bit_OSXSAVE | bit_AVX;
     if (!__get_cpuid(1, &a, &b, &c, &d) || (c & wanted) != wanted) return 0;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(b & bit_AVX2)) return 0;
     __asm__ volatile("xgetbv" : "=a"(saved), "=d"(unused) : "c"(0));
-    return (saved & 6) == 6; /* the operating system keeps the wide registers */
+    return (saved & 6) == 6; /* the operating system saves the wide registers */
 #else
     return 0;
 #endif
@@ -869,21 +866,21 @@ static PyObject *kernel_variants(PyObject *module, PyObject *unused) {
 static PyMethodDef METHODS[] = {
     {"copy", (PyCFunction)(void (*)(void))kernel_copy, METH_FASTCALL,
      "copy(targets, sources, sizes, origin, /)\n--\n\n"
-     "Copy many ranges of memory that do not overlap; the guard of what was copied."},
+     "Copy many ranges of memory that do not overlap; return the guard of the copies."},
     {"guard", (PyCFunction)(void (*)(void))kernel_guard, METH_FASTCALL,
-     "guard(addresses, sizes, origin, /)\n--\n\nThe guard of ranges that are in place."},
+     "guard(addresses, sizes, origin, /)\n--\n\nReturn the guard of ranges that are in place."},
     {"record", (PyCFunction)(void (*)(void))kernel_record, METH_FASTCALL,
      "record(target, source, size, cursor, opening, when, kind, arena, offset, /)\n--\n\n"
-     "Copy, then write the journal's frame that says so, and move the cursor on."},
+     "Copy, then write the journal frame of the copy and advance the cursor."},
     {"statistics", (PyCFunction)(void (*)(void))kernel_statistics, METH_FASTCALL,
      "statistics(addresses, counts, dtypes, out, stride, /)\n--\n\n"
      "Write one row of ten float64 per tensor at out + i * stride."},
     {"populate", (PyCFunction)(void (*)(void))kernel_populate, METH_FASTCALL,
-     "populate(address, nbytes, /)\n--\n\nMake writable pages resident; contents stay."},
+     "populate(address, nbytes, /)\n--\n\nMake writable pages resident; keep their contents."},
     {"use", kernel_use, METH_O,
      "use(variant, /)\n--\n\nSwitch the instruction set (for tests and benchmarks)."},
     {"variants", kernel_variants, METH_NOARGS,
-     "variants()\n--\n\nInstruction sets this machine can use, best first."},
+     "variants()\n--\n\nReturn the instruction sets of this machine, best first."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -911,385 +908,3 @@ static struct PyModuleDef MODULE = {
 };
 
 PyMODINIT_FUNC PyInit__native(void) { return PyModuleDef_Init(&MODULE); }
-
-#else /* VARIANT: the sweeps for one instruction set, vectors of WIDTH bytes */
-
-/* FN(name) is name_baseline, name_avx2. Vectors never cross a function boundary by value: before
- * AVX that would depend on flags. */
-
-typedef VECTOR(float, WIDTH) FN(Floats);
-typedef VECTOR(double, WIDTH) FN(Doubles);
-typedef VECTOR(int32_t, WIDTH) FN(Ints);
-typedef VECTOR(int64_t, WIDTH) FN(Longs);
-typedef VECTOR(uint64_t, WIDTH) FN(Words);
-#define Floats FN(Floats)
-#define Doubles FN(Doubles)
-#define Ints FN(Ints)
-#define Longs FN(Longs)
-#define Words FN(Words)
-#define FLOATS (WIDTH / 4)
-#define DOUBLES (WIDTH / 8)
-
-#if defined(VARIANT_AVX2)
-#define LESSER_F32(a, b) (Floats)_mm256_min_ps((__m256)(a), (__m256)(b))
-#define GREATER_F32(a, b) (Floats)_mm256_max_ps((__m256)(a), (__m256)(b))
-#define LESSER_F64(a, b) (Doubles)_mm256_min_pd((__m256d)(a), (__m256d)(b))
-#define GREATER_F64(a, b) (Doubles)_mm256_max_pd((__m256d)(a), (__m256d)(b))
-#define MULTIPLY_LOW(a, b) (Words)_mm256_mul_epu32((__m256i)(a), (__m256i)(b))
-#define WIDEN(at) (Doubles)_mm256_cvtps_pd(_mm_loadu_ps((const float *)(const void *)(at)))
-#define WIDEN_HALVES(at) \
-    (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)(at)))
-#elif defined(__x86_64__)
-#define LESSER_F32(a, b) (Floats)_mm_min_ps((__m128)(a), (__m128)(b))
-#define GREATER_F32(a, b) (Floats)_mm_max_ps((__m128)(a), (__m128)(b))
-#define LESSER_F64(a, b) (Doubles)_mm_min_pd((__m128d)(a), (__m128d)(b))
-#define GREATER_F64(a, b) (Doubles)_mm_max_pd((__m128d)(a), (__m128d)(b))
-#define MULTIPLY_LOW(a, b) (Words)_mm_mul_epu32((__m128i)(a), (__m128i)(b))
-#define WIDEN(at) \
-    (Doubles)_mm_cvtps_pd(_mm_castsi128_ps(_mm_loadl_epi64((const __m128i *)(const void *)(at))))
-#elif defined(__aarch64__)
-#define LESSER_F32(a, b) (Floats)vminq_f32((float32x4_t)(a), (float32x4_t)(b))
-#define GREATER_F32(a, b) (Floats)vmaxq_f32((float32x4_t)(a), (float32x4_t)(b))
-#define LESSER_F64(a, b) (Doubles)vminq_f64((float64x2_t)(a), (float64x2_t)(b))
-#define GREATER_F64(a, b) (Doubles)vmaxq_f64((float64x2_t)(a), (float64x2_t)(b))
-#define WIDEN(at) (Doubles)vcvt_f64_f32(vreinterpret_f32_u8(vld1_u8((const uint8_t *)(at))))
-#define WIDEN_HALVES(at) (Floats)vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8((const uint8_t *)(at))))
-#else
-#define CHOSEN(bits, test, a, b) (((bits)(a) & (test)) | ((bits)(b) & ~(test)))
-#define LESSER_F32(a, b) (Floats)CHOSEN(Ints, (a) < (b), a, b)
-#define GREATER_F32(a, b) (Floats)CHOSEN(Ints, (a) > (b), a, b)
-#define LESSER_F64(a, b) (Doubles)CHOSEN(Longs, (a) < (b), a, b)
-#define GREATER_F64(a, b) (Doubles)CHOSEN(Longs, (a) > (b), a, b)
-#define WIDEN(at) FN(widen)(at)
-static inline Doubles FN(widen)(const char *at) {
-    float x[2];
-    memcpy(x, at, sizeof x);
-    return (Doubles){x[0], x[1]};
-}
-#endif
-
-#ifndef MULTIPLY_LOW
-#define MULTIPLY_LOW(a, b) (((a) & UINT32_MAX) * ((b) & UINT32_MAX))
-#endif
-
-#define TOTAL(total, lanes_of)                        \
-    do {                                              \
-        double lanes[DOUBLES];                        \
-        memcpy(lanes, &(lanes_of), sizeof lanes);     \
-        for (int l = 0; l < DOUBLES; l++) total += lanes[l]; \
-    } while (0)
-
-VARIANT_TARGET static void FN(sweep_f32)(const char *data, size_t n, Sweep *found) {
-    Doubles sum_a = {0}, sum_b = {0}, squares_a = {0}, squares_b = {0}, abs_a = {0}, abs_b = {0};
-    Floats least = (Floats){0} + __builtin_inff(), most = -least, abs_least = least;
-    Ints zero_lanes = {0};
-    size_t i = 0;
-    for (; i + FLOATS <= n; i += FLOATS) {
-        Floats x;
-        memcpy(&x, data + 4 * i, sizeof x);
-        Doubles a = WIDEN(data + 4 * i), b = WIDEN(data + 4 * i + WIDTH / 2);
-        Floats magnitude = (Floats)((Ints)x & F32_MAGNITUDE);
-        least = LESSER_F32(x, least);
-        most = GREATER_F32(x, most);
-        abs_least = LESSER_F32(magnitude, abs_least);
-        zero_lanes -= (Ints)magnitude == 0;
-        sum_a += a;
-        sum_b += b;
-        squares_a += a * a;
-        squares_b += b * b;
-        abs_a += (Doubles)((Longs)a & F64_MAGNITUDE);
-        abs_b += (Doubles)((Longs)b & F64_MAGNITUDE);
-    }
-    sum_a += sum_b;
-    squares_a += squares_b;
-    abs_a += abs_b;
-    double sum = 0, squares = 0, abs_sum = 0;
-    TOTAL(sum, sum_a);
-    TOTAL(squares, squares_a);
-    TOTAL(abs_sum, abs_a);
-    float min = least[0], max = most[0], abs_min = abs_least[0];
-    uint64_t zeros = (uint64_t)zero_lanes[0];
-    for (int lane = 1; lane < FLOATS; lane++) {
-        min = least[lane] < min ? least[lane] : min;
-        max = most[lane] > max ? most[lane] : max;
-        abs_min = abs_least[lane] < abs_min ? abs_least[lane] : abs_min;
-        zeros += (uint64_t)zero_lanes[lane];
-    }
-    for (; i < n; i++) {
-        float x;
-        memcpy(&x, data + 4 * i, sizeof x);
-        float magnitude = __builtin_fabsf(x);
-        min = x < min ? x : min;
-        max = x > max ? x : max;
-        abs_min = magnitude < abs_min ? magnitude : abs_min;
-        zeros += x == 0;
-        sum += x;
-        squares += (double)x * x;
-        abs_sum += magnitude;
-    }
-    *found = (Sweep){sum, squares, abs_sum, min, max, abs_min, zeros};
-}
-
-VARIANT_TARGET static void FN(sweep_f64)(const char *data, size_t n, Sweep *found) {
-    Doubles sum_a = {0}, sum_b = {0}, squares_a = {0}, squares_b = {0}, abs_a = {0}, abs_b = {0};
-    Doubles least = (Doubles){0} + __builtin_inf(), most = -least, abs_least = least;
-    Longs zero_lanes = {0};
-    size_t i = 0;
-    for (; i + 2 * DOUBLES <= n; i += 2 * DOUBLES) {
-        Doubles a, b;
-        memcpy(&a, data + 8 * i, sizeof a);
-        memcpy(&b, data + 8 * i + WIDTH, sizeof b);
-        Doubles abs_of_a = (Doubles)((Longs)a & F64_MAGNITUDE);
-        Doubles abs_of_b = (Doubles)((Longs)b & F64_MAGNITUDE);
-        least = LESSER_F64(LESSER_F64(a, b), least);
-        most = GREATER_F64(GREATER_F64(a, b), most);
-        abs_least = LESSER_F64(LESSER_F64(abs_of_a, abs_of_b), abs_least);
-        zero_lanes -= (a == 0.0) + (b == 0.0);
-        sum_a += a;
-        sum_b += b;
-        squares_a += a * a;
-        squares_b += b * b;
-        abs_a += abs_of_a;
-        abs_b += abs_of_b;
-    }
-    sum_a += sum_b;
-    squares_a += squares_b;
-    abs_a += abs_b;
-    double sum = 0, squares = 0, abs_sum = 0;
-    TOTAL(sum, sum_a);
-    TOTAL(squares, squares_a);
-    TOTAL(abs_sum, abs_a);
-    double min = least[0], max = most[0], abs_min = abs_least[0];
-    uint64_t zeros = (uint64_t)zero_lanes[0];
-    for (int lane = 1; lane < DOUBLES; lane++) {
-        min = least[lane] < min ? least[lane] : min;
-        max = most[lane] > max ? most[lane] : max;
-        abs_min = abs_least[lane] < abs_min ? abs_least[lane] : abs_min;
-        zeros += (uint64_t)zero_lanes[lane];
-    }
-    for (; i < n; i++) {
-        double x;
-        memcpy(&x, data + 8 * i, sizeof x);
-        double magnitude = __builtin_fabs(x);
-        min = x < min ? x : min;
-        max = x > max ? x : max;
-        abs_min = magnitude < abs_min ? magnitude : abs_min;
-        zeros += x == 0;
-        sum += x;
-        squares += x * x;
-        abs_sum += magnitude;
-    }
-    *found = (Sweep){sum, squares, abs_sum, min, max, abs_min, zeros};
-}
-
-/* The mean is rounded: what is left of the sum of the deviations corrects for it. */
-static Deviations FN(corrected)(double squares, double rest, size_t n) {
-    double m2 = squares - rest * rest / (double)n;
-    return (Deviations){m2 < 0.0 ? 0.0 : m2, rest};
-}
-
-VARIANT_TARGET static Deviations FN(deviations_f32)(const char *data, size_t n, double mean) {
-    Doubles rest_a = {0}, rest_b = {0}, squares_a = {0}, squares_b = {0};
-    size_t i = 0;
-    for (; i + FLOATS <= n; i += FLOATS) {
-        Doubles a = WIDEN(data + 4 * i) - mean, b = WIDEN(data + 4 * i + WIDTH / 2) - mean;
-        rest_a += a;
-        rest_b += b;
-        squares_a += a * a;
-        squares_b += b * b;
-    }
-    double rest = 0, squares = 0;
-    rest_a += rest_b;
-    squares_a += squares_b;
-    TOTAL(rest, rest_a);
-    TOTAL(squares, squares_a);
-    for (; i < n; i++) {
-        float x;
-        memcpy(&x, data + 4 * i, sizeof x);
-        double deviation = x - mean;
-        rest += deviation;
-        squares += deviation * deviation;
-    }
-    return FN(corrected)(squares, rest, n);
-}
-
-VARIANT_TARGET static Deviations FN(deviations_f64)(const char *data, size_t n, double mean) {
-    Doubles rest_a = {0}, rest_b = {0}, squares_a = {0}, squares_b = {0};
-    size_t i = 0;
-    for (; i + 2 * DOUBLES <= n; i += 2 * DOUBLES) {
-        Doubles a, b;
-        memcpy(&a, data + 8 * i, sizeof a);
-        memcpy(&b, data + 8 * i + WIDTH, sizeof b);
-        a -= mean;
-        b -= mean;
-        rest_a += a;
-        rest_b += b;
-        squares_a += a * a;
-        squares_b += b * b;
-    }
-    double rest = 0, squares = 0;
-    rest_a += rest_b;
-    squares_a += squares_b;
-    TOTAL(rest, rest_a);
-    TOTAL(squares, squares_a);
-    for (; i < n; i++) {
-        double x;
-        memcpy(&x, data + 8 * i, sizeof x);
-        double deviation = x - mean;
-        rest += deviation;
-        squares += deviation * deviation;
-    }
-    return FN(corrected)(squares, rest, n);
-}
-
-/* Counters of the element's own width, so that the loop vectorises as it is. */
-#define DEFINE_COUNTS(name, type, magnitude_mask, infinity)                           \
-    VARIANT_TARGET static int FN(nonfinite_##name)(const char *data, size_t n, Row *row) { \
-        type nans = 0, infs = 0;                                                      \
-        for (size_t i = 0; i < n; i++) {                                              \
-            type bits;                                                                \
-            memcpy(&bits, data + sizeof bits * i, sizeof bits);                       \
-            bits &= (magnitude_mask);                                                 \
-            nans += bits > (infinity);                                                \
-            infs += bits == (infinity);                                               \
-        }                                                                             \
-        row->nans += (uint64_t)nans;                                                  \
-        row->infs += (uint64_t)infs;                                                  \
-        return nans || infs;                                                          \
-    }
-
-DEFINE_COUNTS(f32, int32_t, F32_MAGNITUDE, F32_INFINITY)
-DEFINE_COUNTS(f64, int64_t, F64_MAGNITUDE, F64_INFINITY)
-
-/* A sum of magnitudes that is not finite means NaN, infinities, or a sum that ran over. */
-#define DEFINE_REDUCE(name)                                                           \
-    static void FN(reduce_##name)(const char *data, size_t n, Row *row) {             \
-        Sweep found;                                                                  \
-        FN(sweep_##name)(data, n, &found);                                            \
-        double m2 = found.squares - found.sum * found.sum / (double)n;                \
-        Deviations deviations = {m2, 0.0};                                            \
-        int nonfinite = !is_finite(found.abs_sum) && FN(nonfinite_##name)(data, n, row); \
-        if (!nonfinite && !(m2 >= found.squares * CANCELLATION && is_finite(m2)))     \
-            deviations = FN(deviations_##name)(data, n, found.sum / (double)n);       \
-        row_merge(row, &found, n, deviations);                                        \
-    }
-
-DEFINE_REDUCE(f32)
-DEFINE_REDUCE(f64)
-
-#define DEFINE_REDUCE_AS(name, type, wide, capacity, wide_type)                       \
-    VARIANT_TARGET static void FN(reduce_##name)(const char *data, size_t n, Row *row) { \
-        wide_type buffer[capacity];                                                   \
-        for (size_t i = 0; i < n; i++) {                                              \
-            type x;                                                                   \
-            memcpy(&x, data + sizeof x * i, sizeof x);                                \
-            buffer[i] = (wide_type)x;                                                 \
-        }                                                                             \
-        FN(reduce_##wide)((const char *)buffer, n, row);                              \
-    }
-
-DEFINE_REDUCE_AS(i16, int16_t, f32, CHUNK_F32, float)
-DEFINE_REDUCE_AS(u16, uint16_t, f32, CHUNK_F32, float)
-DEFINE_REDUCE_AS(i32, int32_t, f64, CHUNK_F64, double)
-DEFINE_REDUCE_AS(u32, uint32_t, f64, CHUNK_F64, double)
-DEFINE_REDUCE_AS(i64, int64_t, f64, CHUNK_F64, double)
-DEFINE_REDUCE_AS(u64, uint64_t, f64, CHUNK_F64, double)
-
-VARIANT_TARGET static void FN(reduce_bf16)(const char *data, size_t n, Row *row) {
-    uint32_t buffer[CHUNK_F32];
-    for (size_t i = 0; i < n; i++) {
-        uint16_t x;
-        memcpy(&x, data + 2 * i, sizeof x);
-        buffer[i] = (uint32_t)x << 16;
-    }
-    FN(reduce_f32)((const char *)buffer, n, row);
-}
-
-VARIANT_TARGET static void FN(reduce_f16)(const char *data, size_t n, Row *row) {
-    float buffer[CHUNK_F32];
-    size_t i = 0;
-#ifdef WIDEN_HALVES
-    for (; i + FLOATS <= n; i += FLOATS) {
-        Floats x = WIDEN_HALVES(data + 2 * i);
-        memcpy(buffer + i, &x, sizeof x);
-    }
-#endif
-    for (; i < n; i++) {
-        uint16_t x;
-        memcpy(&x, data + 2 * i, sizeof x);
-        buffer[i] = f16_value(x);
-    }
-    FN(reduce_f32)((const char *)buffer, n, row);
-}
-
-/* The sum of all whole words. */
-VARIANT_TARGET static uint64_t FN(guard_words)(const char *data, size_t size, uint64_t position) {
-    Words sum_a = {0}, sum_b = {0}, key_a, key_b, step = sum_a + 2 * WIDTH * GUARD_KEY;
-    uint64_t lanes[WIDTH / 8], sum = 0;
-    size_t i = 0;
-    memcpy(&key_a, GUARD_LANES, sizeof key_a);
-    key_a += (position + 1) * GUARD_KEY;
-    key_b = key_a + WIDTH * GUARD_KEY;
-    for (; i + 2 * WIDTH <= size; i += 2 * WIDTH) {
-        Words a, b;
-        memcpy(&a, data + i, sizeof a);
-        memcpy(&b, data + i + WIDTH, sizeof b);
-        Words mixed_a = a ^ key_a, mixed_b = b ^ key_b;
-        sum_a += a + MULTIPLY_LOW(mixed_a, mixed_a >> 32);
-        sum_b += b + MULTIPLY_LOW(mixed_b, mixed_b >> 32);
-        key_a += step;
-        key_b += step;
-    }
-    sum_a += sum_b;
-    memcpy(lanes, &sum_a, sizeof lanes);
-    for (size_t l = 0; l < WIDTH / 8; l++) sum += lanes[l];
-    for (; i + 8 <= size; i += 8) sum += guard_word(word_at(data + i), position + i);
-    return sum;
-}
-
-/* Of a frame's payload, some 40 bytes. */
-VARIANT_TARGET static uint32_t FN(crc32c)(const unsigned char *data, size_t n) {
-    uint32_t crc = UINT32_MAX;
-    size_t i = 0;
-#ifdef VARIANT_AVX2
-    for (; i + 8 <= n; i += 8) crc = (uint32_t)_mm_crc32_u64(crc, word_at((const char *)data + i));
-    for (; i < n; i++) crc = _mm_crc32_u8(crc, data[i]);
-#else
-    /* Four bits at a time: the table is one line of the cache. */
-    static const uint32_t table[16] = {
-        0x00000000, 0x105ec76f, 0x20bd8ede, 0x30e349b1, 0x417b1dbc, 0x5125dad3, 0x61c69362,
-        0x7198540d, 0x82f63b78, 0x92a8fc17, 0xa24bb5a6, 0xb21572c9, 0xc38d26c4, 0xd3d3e1ab,
-        0xe330a81a, 0xf36e6f75,
-    };
-    for (; i < n; i++) {
-        crc ^= data[i];
-        crc = crc >> 4 ^ table[crc & 15];
-        crc = crc >> 4 ^ table[crc & 15];
-    }
-#endif
-    return ~crc;
-}
-
-#undef VARIANT
-#undef VARIANT_TARGET
-#undef WIDTH
-#undef Floats
-#undef Doubles
-#undef Ints
-#undef Longs
-#undef Words
-#undef FLOATS
-#undef DOUBLES
-#undef LESSER_F32
-#undef GREATER_F32
-#undef LESSER_F64
-#undef GREATER_F64
-#undef MULTIPLY_LOW
-#undef WIDEN
-#undef WIDEN_HALVES
-#undef TOTAL
-#undef DEFINE_COUNTS
-#undef DEFINE_REDUCE
-#undef DEFINE_REDUCE_AS
-
-#endif

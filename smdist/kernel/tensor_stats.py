@@ -1,20 +1,20 @@
-"""Sufficient statistics of tensors: measured in one pass, merged exactly, asked by name.
+"""Sufficient statistics of tensors: measure them in one pass, merge them, derive reductions.
 
-A row has the base `COLUMNS` (see `smdist.kernel` for their meaning), then extras, which need a pass
-of their own and are only measured when asked for:
+A row has the base `COLUMNS` (see `smdist.kernel` for their meaning), then extras. Extras need a pass
+of their own and are only measured when requested:
 
     prod                  product, in float64
     median, abs_median    of the elements, of their magnitudes
     q<p>                  quantile, 0 <= p <= 1, interpolated linearly: q0.5, q0.99
 
-Every reduction follows from such a row by `derive`, be it read from a store or measured from raw
-values, so both give the same number. Standard deviation and variance are those of the population
-(ddof 0); norms are those of the flattened tensor. What a tensor without elements does not have
-(mean, min, ...) is NaN.
+`derive` computes every reduction from such a row, whether it was stored or measured from raw values,
+so both give the same number. Standard deviation and variance are those of the population (ddof 0);
+norms are those of the flattened tensor. Values that a tensor without elements does not have (mean,
+min, ...) are NaN.
 
-Rows of shards, ranks or steps merge: `merge_rows` is commutative and associative up to rounding,
-and the row of an empty tensor is its identity. Medians and quantiles of a union do not follow from
-those of its parts, so they become NaN when two parts have elements.
+`merge_rows` merges rows of shards, ranks or steps. It is commutative and associative up to rounding,
+and the row of an empty tensor is its identity. Medians and quantiles of a union cannot be computed
+from those of its parts, so they become NaN when two parts have elements.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _SEED: Final = ("min", "max", "median", "mean", "std", "variance", "sum", "prod"
 
 COUNTS: Final = ("count", "nans", "infs", "zeros")
 REDUCTIONS: Final = (*_SEED, *(f"abs_{name}" for name in _SEED), *COUNTS)
-"""Every reduction that has a name; quantiles `q<p>` come on top."""
+"""All named reductions; the quantiles `q<p>` come in addition."""
 
 _EXTRA_OF: Final = {
     "median": "median",
@@ -64,7 +64,7 @@ _EXTRA_OF: Final = {
     "abs_prod": "prod",
 }
 DERIVABLE: Final = frozenset(REDUCTIONS) - frozenset(_EXTRA_OF)
-"""Reductions that follow from the base columns alone."""
+"""Reductions that need only the base columns."""
 
 
 # -- names -----------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ def is_reduction(name: str) -> bool:
 
 
 def canonical(name: str) -> str:
-    """The one spelling of a reduction (`q0.50` is `q0.5`); UnknownKey when there is none."""
+    """Return the canonical spelling of a reduction (`q0.50` is `q0.5`); raise UnknownKey otherwise."""
     if name in REDUCTIONS:
         return name
     p = _quantile(name)
@@ -95,20 +95,20 @@ def canonical(name: str) -> str:
 
 
 def _extra(name: str) -> str | None:
-    """The extra column that a canonical name needs, None when the base columns are enough."""
+    """Return the extra column that a canonical name needs; None if the base columns are enough."""
     if name in ("q0.0", "q1.0"):
         return None
     return name if name.startswith("q") else _EXTRA_OF.get(name)
 
 
 def columns_for(reductions: Iterable[str]) -> tuple[str, ...]:
-    """The base columns and the extras, sorted, that the reductions need."""
+    """Return the base columns and the sorted extras that the reductions need."""
     extras = {_extra(canonical(name)) for name in reductions}
     return (*COLUMNS, *sorted(extra for extra in extras if extra is not None))
 
 
 def derivable(name: str, columns: Sequence[str]) -> bool:
-    """Whether `derive` can answer `name` from rows with these columns."""
+    """Check whether `derive` can compute `name` from rows with these columns."""
     extra = _extra(canonical(name))
     return extra is None or extra in columns or (extra == "q0.5" and "median" in columns)
 
@@ -138,9 +138,10 @@ _CODES: Final = {
 
 
 def measure(array: Array, columns: Sequence[str] = COLUMNS) -> Array:
-    """The row of one array, of any shape and memory order. ValueError for complex and other types.
+    """Return the row of one array of any shape and memory order.
 
-    It equals, to the last bit, the row that was captured from the same elements.
+    It equals, to the last bit, the row that a capture of the same elements stores. Raises
+    ValueError for element types without statistics, such as complex ones.
     """
     array = np.asarray(array)
     code = _CODES.get(array.dtype.name)
@@ -148,7 +149,7 @@ def measure(array: Array, columns: Sequence[str] = COLUMNS) -> Array:
         raise ValueError(f"no statistics for elements of type {array.dtype}")
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
-    flat = array.ravel()  # in C order, as it is captured; no copy unless it lies otherwise
+    flat = array.ravel()  # in C order, as it is captured; copies only other orders
     return np.asarray(measure_many([int(flat.ctypes.data)], [flat.size], [code], columns)[0])
 
 
@@ -158,7 +159,7 @@ def measure_many(
     dtypes: Sequence[str],
     columns: Sequence[str] = COLUMNS,
 ) -> Array:
-    """A new matrix with one row per tensor in memory; see `measure_into`."""
+    """Return a new matrix with one row per tensor in memory; see `measure_into`."""
     matrix = np.empty((len(addresses), len(columns)), np.float64)
     measure_into(addresses, counts, dtypes, columns, int(matrix.ctypes.data), matrix.strides[0])
     return matrix
@@ -175,7 +176,7 @@ def measure_into(
     """Write the row of each tensor (address, elements, dtype code) at `out + i * stride` bytes.
 
     Runs on the training thread, under the contract of `smdist.kernel`. Without extras it is one
-    call of the kernel. ValueError for a dtype that is not in `DTYPES`, before anything is written.
+    kernel call. Raises ValueError for a dtype that is not in `DTYPES` before it writes anything.
     """
     kernel.statistics(addresses, counts, dtypes, out, stride)
     if len(columns) == len(COLUMNS):
@@ -207,7 +208,7 @@ def _share(name: str) -> float | None:
 
 
 def _quantiles(elements: Array, shares: Mapping[str, float]) -> dict[str, float]:
-    """Each share's quantile. One partition for all, in the elements' own type."""
+    """Return the quantile of each share. Partitions once for all, in the elements' own type."""
     if not shares:
         return {}
     last = elements.size - 1
@@ -234,7 +235,7 @@ def _between(low: float, high: float, share: float) -> float:
 
 
 def merge_rows(rows: Sequence[Array] | Array, columns: Sequence[str] = COLUMNS) -> Array:
-    """The row of the union of what the rows describe; without rows, that of an empty tensor."""
+    """Return the row of the union of all elements; without rows, that of an empty tensor."""
     matrix = np.asarray(rows, np.float64).reshape(-1, len(columns))
     merged = np.full(len(columns), math.nan)
     merged[: len(COLUMNS)] = kernel.merge(matrix[:, : len(COLUMNS)])
@@ -252,15 +253,15 @@ def merge_rows(rows: Sequence[Array] | Array, columns: Sequence[str] = COLUMNS) 
 
 
 def derive(row: Array | Sequence[float], columns: Sequence[str], name: str) -> float:
-    """One reduction of one row.
+    """Return one reduction of one row.
 
-    UnknownKey when nobody knows the name, ValueError when the row lacks the extra it needs.
+    Raises UnknownKey for an unknown name and ValueError when the row lacks an extra column.
     """
     return float(derive_many(np.asarray(row, np.float64), columns, name))
 
 
 def derive_many(rows: Array, columns: Sequence[str], name: str) -> Array:
-    """One reduction of many rows at once: any shape whose last axis are the columns."""
+    """Return one reduction of many rows: an array of any shape whose last axis are the columns."""
     name = canonical(name)
     if not derivable(name, columns):
         raise ValueError(f"{name!r} was not measured: these rows hold {', '.join(columns)}")
@@ -285,10 +286,8 @@ def _variance(c: _Columns) -> Array:
 
 
 def _abs_variance(c: _Columns) -> Array:
-    """The sum of squares is the same with magnitudes, only their mean differs.
-
-    Written with the difference of the sums first, which is exactly 0 when all signs agree.
-    """
+    # Magnitudes have the same sum of squares and another mean. The difference of the sums comes
+    # first: it is exactly 0 when all signs agree.
     sums = np.abs(c["sum"])
     m2 = c["m2"] - (c["abs_sum"] - sums) * (c["abs_sum"] + sums) / c["count"]
     return np.asarray(np.maximum(m2, 0.0) / c["count"])

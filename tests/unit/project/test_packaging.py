@@ -84,7 +84,7 @@ def test_extra_all_names_only_extras() -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from a copy, so that no build product lands in the repository."""
+    """Build an sdist from a copy of the repository, and a wheel from what the sdist holds."""
     source = tmp_path_factory.mktemp("source")
     for name in SHIPPED:
         path = ROOT / name
@@ -93,14 +93,18 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(path, source / name, symlinks=True, ignore=ignore)
         else:
             shutil.copy(path, source / name)
-    target = tmp_path_factory.mktemp("wheel")
-    build = f"from setuptools import build_meta; build_meta.build_wheel({str(target)!r})"
+    target = tmp_path_factory.mktemp("built")
+    shutil.unpack_archive(build("sdist", source, target), target, filter="data")
+    return build("wheel", target / f"smdist-{smdist.__version__}", target)
+
+
+def build(kind: str, source: Path, target: Path) -> Path:
+    code = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(target)!r}))"
     done = subprocess.run(
-        [sys.executable, "-c", build], cwd=source, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code], cwd=source, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    (path,) = target.glob("*.whl")
-    return path
+    return target / done.stdout.splitlines()[-1]
 
 
 @pytest.mark.slow

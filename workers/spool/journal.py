@@ -10,6 +10,10 @@ file system is met at rotation and never by a record:
 A frame counts when its checksum fits: a reader that comes too early, or after a SIGKILL in the middle of
 a write, sees no record there. A length of 0xFFFFFFFF says that the next file goes on. Numbers of `Declare`
 hold within one file, so every file can be read without those before it.
+
+The frame of a `Part` is written in two places: here, and by `kernel.record` (C, or numpy) on the fast
+path of gradients. `test_compiled_and_python_frames_are_equal` in tests/unit/smdist/kernel holds them
+equal: a change of the format needs both.
 """
 
 from __future__ import annotations

@@ -475,7 +475,7 @@ def test_a_recorded_copy_is_followed_by_its_frame(implementation: Any, nbytes: i
     assert msgspec.msgpack.decode(payload) == ["part", 1, 2, 3, 1.7e9, 4, 1, 1 << 40, guard]
 
 
-def test_frames_are_the_same_whoever_writes_them(implementation: Any) -> None:
+def test_compiled_and_python_frames_are_equal(implementation: Any) -> None:
     for opening in (b"\x94", b"\x99\xa4part\x01\xcf" + b"\xff" * 17):
         expected = frame_of(kernel.NumpyKernel, 9, opening)
         assert frame_of(implementation, 9, opening) == expected

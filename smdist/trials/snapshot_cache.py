@@ -1,4 +1,4 @@
-"""MergeResult snapshots of a run, as a trial reads them.
+"""Merged snapshots of a run, as a trial reads them.
 
 The pointer and a head are read on the event loop that owns the store. Columns are fetched when an
 entry in them is asked for, in the thread that asks, and kept up to a limit: they never change.

@@ -79,12 +79,12 @@ async def follow(store: Store, size: Size, hints: bool) -> tuple[list[float], li
     complete, pointed = [], []
     for seq in range(size.steps):
         await commit(store, size, seq, chance)
-        done, before = time.perf_counter(), watcher.status().number
+        done, before = time.perf_counter(), watcher.queries.status().number
         if hints:
             for rank in range(size.ranks):
                 watcher.hint(worker_name(rank), 0, seq)
-        while watcher.latest_complete_step(ModeKeys.TRAIN) < seq:
-            before = watcher.status().number
+        while watcher.queries.latest_complete_step(ModeKeys.TRAIN) < seq:
+            before = watcher.queries.status().number
             await asyncio.sleep(0.001)
         complete.append(1e3 * (time.perf_counter() - done))
         pointed.append(1e3 * (await until_pointed(store, before) - done))

@@ -40,7 +40,7 @@ from smdist.coordination.ray_actor.coordinator import (
     CoordinatorInfo,
     Settings,
     actor_name,
-    check_place,
+    check_watch_url,
 )
 from smdist.errors import ConfigurationError, CoordinationError
 
@@ -227,7 +227,7 @@ def start(
     our code, this connects anew: Ray takes files from a driver only then.
     """
     ray = attachment.ray
-    settings = msgspec.structs.replace(settings, watch=check_place(settings.watch))
+    settings = msgspec.structs.replace(settings, watch=check_watch_url(settings.watch))
     if wheel_path is not None:
         check_wheel(wheel_path)
     there = find(attachment, settings.watch)

@@ -1,6 +1,8 @@
-"""Many runs, watched: those at or below a place, as they appear.
+"""Watch all runs at or below a directory, as they appear.
 
-A coordinator makes one `DirectoryWatcher` and runs it on its event loop; `RunWatcher` does the work for a run.
+A coordinator makes one `DirectoryWatcher` and runs it on its event loop: `run` until stopped, `close`
+last, queries at any time. Each run has its own task and `RunWatcher`; an error in one run does not end
+the others.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from smdist.concurrency import bounded_gather
 from smdist.coordination.service.hint_server import Hint, HintServer
-from smdist.coordination.service.run_watcher import MakePoller, RunWatcher
+from smdist.coordination.service.run_follower import MakePoller
+from smdist.coordination.service.run_watcher import RunWatcher
 from smdist.coordination.service.store_poller import StorePoller
 from smdist.coordination.view.membership import DEFAULT_TIMEOUTS, LivenessTimeouts
-from smdist.coordination.view.status import RunStatus
+from smdist.coordination.view.status import RunState, RunStatus
 from smdist.errors import (
     AlreadyCoordinated,
     NoSuchRun,
@@ -31,16 +35,29 @@ from smdist.storage import open_store
 from smdist.storage.store import Store
 from smdist.storage.subtree import StoreSubtree, folders
 
-__all__ = ["DirectoryWatcher", "RunWatcher"]
+__all__ = ["DirectoryWatcher"]
 
-_AT_ONCE = 64  # requests: as many ranks are asked at once
+_CONCURRENCY = 64  # requests at a time
 _REQUEST_S = 10.0
-_SCAN_S = 10.0  # between two looks for more runs, once there are some
-_DEPTH = 3  # folders below the place in which a run is looked for
+_SCAN_S = 10.0  # between two scans for new runs, once there are some
+_SCAN_CONCURRENCY = 16
+_MAX_DEPTH = 3  # folders below the directory in which runs are looked for
 _RETRY_S = 5.0
-_AGAIN_S = 60.0  # between two looks whether a finished run was resumed
-_OWN = {"collections", "heartbeats", "layouts", "manifests", "merged", "segments", "sessions"}
-_OWN |= {"spans", "summaries", "thinned"}
+_RECHECK_S = 60.0  # between two checks whether a finished run was continued
+_RUN_FOLDERS = frozenset(
+    [
+        "collections",
+        "heartbeats",
+        "layouts",
+        "manifests",
+        "merged",
+        "segments",
+        "sessions",
+        "spans",
+        "summaries",
+        "thinned",
+    ]
+)
 
 
 @dataclass
@@ -50,7 +67,7 @@ class _Entry:
 
 
 class DirectoryWatcher:
-    """The runs at or below a place: `url` is one, or holds some, found by their `run.json`."""
+    """The runs at or below `url`, found by their `run.json`; `url` may be a run itself."""
 
     def __init__(
         self,
@@ -58,93 +75,82 @@ class DirectoryWatcher:
         *,
         store: Store | None = None,
         interval_s: float = 1.0,
-        patience: LivenessTimeouts = DEFAULT_TIMEOUTS,
+        timeouts: LivenessTimeouts = DEFAULT_TIMEOUTS,
         now: Callable[[], float] = time.time,
         writer: str | None = None,
         take_over: bool = False,
         lease_s: float = 30.0,
-        inbox_host: str | None = None,
-        follow: Callable[[str], MakePoller] = lambda _: StorePoller,
+        hint_host: str | None = None,
+        make_poller: Callable[[str], MakePoller] = lambda _: StorePoller,
     ) -> None:
-        """`inbox_host`: how uploaders reach this machine; None: they are not asked to.
+        """Create a watcher; nothing is read before `run`.
 
-        `follow`: by a run's name below the place, what makes that which reads for its watcher.
+        `hint_host`: how uploaders reach this machine with hints; None for no hints. `make_poller`
+        returns the factory of a run's pollers from the run's name below the directory.
         """
-        self._follow = follow
-        self.url, self._own = url, store is None
-        self._store = (
-            store
-            if store is not None
-            else open_store(url, deadline_s=_REQUEST_S, concurrency=_AT_ONCE)
-        )
-        self._interval_s, self._patience, self._now = interval_s, patience, now
-        # Watchers of one run follow each other here; none waits for the lease of the one before.
+        self.url, self._owns_store = url, store is None
+        self._store = store or open_store(url, deadline_s=_REQUEST_S, concurrency=_CONCURRENCY)
+        self._interval_s, self._timeouts, self._now = interval_s, timeouts, now
+        # The same for all watchers here: a second watcher of a run need not wait for the lease.
         self._writer = writer or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-        self._take_over, self._lease_s = take_over, lease_s
-        self._inbox = HintServer(self._hint, host=inbox_host) if inbox_host else None
-        self._receiving = False
-        self._entries: dict[str, _Entry] = {}  # by name below the place, "" for the place itself
-        self._scanning = asyncio.Semaphore(16)
+        self._take_over, self._lease_s, self._make_poller = take_over, lease_s, make_poller
+        self._hint_server = HintServer(self._on_hint, host=hint_host) if hint_host else None
+        self._receives_hints = False
+        self._entries: dict[str, _Entry] = {}  # by name below the directory, "" for itself
         self.trouble = ""
-        self.looked = False  # for runs, at least once
+        self.scanned = False  # at least once
 
     # -- running ---------------------------------------------------------------------------------
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Watch what is there and what comes, until stopped."""
-        await self._open_inbox()
+        """Watch the runs that are there and those that come, until stopped."""
+        await self._start_hint_server()
         while not stop.is_set():
             pause_s = min(_SCAN_S, 10 * self._interval_s) if self._entries else self._interval_s
             try:
                 for name in await self._scan():
-                    self._begin(name, stop)
-                self.trouble, self.looked = "", True
+                    self._start_watching(name, stop)
+                self.trouble, self.scanned = "", True
             except (SmdistError, OSError) as error:
-                self.trouble = f"runs cannot be looked for: {error}"
+                self.trouble = f"runs cannot be listed: {error}"
                 pause_s = max(pause_s, _RETRY_S)
-            await _wait(stop, pause_s)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(stop.wait(), pause_s)
         tasks = [entry.task for entry in self._entries.values() if entry.task is not None]
         if tasks:
             await asyncio.wait(tasks)
 
-    async def _open_inbox(self) -> None:
-        if self._inbox is None or self._receiving:
+    async def _start_hint_server(self) -> None:
+        if self._hint_server is None or self._receives_hints:
             return
         try:
-            await self._inbox.start()
-            self._receiving = True
-        except OSError as error:  # no such address here: runs are followed by asking alone
-            self.trouble = f"no inbox for hints: {error}"
+            await self._hint_server.start()
+            self._receives_hints = True
+        except OSError as error:  # this machine has no such address: runs are polled without hints
+            self.trouble = f"hints cannot be received: {error}"
 
     async def _scan(self) -> list[str]:
-        """Names of runs that were not there before."""
+        """Return the names of new runs."""
         if "" in self._entries:
             return []
         if await self._is_run(""):
             return [""]
-        return await self._scan_below("", 1)
+        found, level = [], [""]
+        for _ in range(_MAX_DEPTH):
+            inside = await bounded_gather(self._subfolders, level, _SCAN_CONCURRENCY)
+            names = [name for some in inside for name in some]
+            prefixes = [f"{name}/" for name in names]
+            are_runs = await bounded_gather(self._is_run, prefixes, _SCAN_CONCURRENCY)
+            found += [name for name, is_run in zip(names, are_runs, strict=True) if is_run]
+            level = [
+                prefix for prefix, is_run in zip(prefixes, are_runs, strict=True) if not is_run
+            ]
+        return found
 
-    async def _scan_below(self, prefix: str, depth: int) -> list[str]:
-        async def look(name: str) -> list[str]:
-            async with self._scanning:
-                is_run = await self._is_run(f"{name}/")
-            if is_run:
-                return [name]
-            return await self._scan_below(f"{name}/", depth + 1) if depth < _DEPTH else []
-
-        async with self._scanning:
-            inside = [f"{prefix}{folder}" for folder in await folders(self._store, prefix)]
-        fresh = [name for name in inside if name not in self._entries]
-        tasks = [
-            asyncio.ensure_future(look(name))
-            for name in fresh
-            if name.rpartition("/")[2] not in _OWN
-        ]
-        try:
-            return [name for names in await asyncio.gather(*tasks) for name in names]
-        finally:
-            for task in tasks:
-                task.cancel()
+    async def _subfolders(self, prefix: str) -> list[str]:
+        inside = await folders(self._store, prefix)
+        names = [f"{prefix}{folder}" for folder in inside if folder not in _RUN_FOLDERS]
+        return [name for name in names if name not in self._entries]
 
     async def _is_run(self, prefix: str) -> bool:
         try:
@@ -153,54 +159,56 @@ class DirectoryWatcher:
             return False
         return True
 
-    def _begin(self, name: str, stop: asyncio.Event) -> None:
-        entry = self._entries[name] = _Entry(self._make(name))
-        entry.task = asyncio.get_running_loop().create_task(self._attend(entry, name, stop))
+    def _start_watching(self, name: str, stop: asyncio.Event) -> None:
+        entry = self._entries[name] = _Entry(self._new_watcher(name))
+        entry.task = asyncio.get_running_loop().create_task(self._watch(entry, name, stop))
 
-    def _make(self, name: str) -> RunWatcher:
+    def _new_watcher(self, name: str) -> RunWatcher:
         store = StoreSubtree(self._store, name) if name else self._store
+        server = self._hint_server if self._receives_hints else None
         return RunWatcher(
             store.url,
             store=store,
             interval_s=self._interval_s,
-            patience=self._patience,
+            timeouts=self._timeouts,
             now=self._now,
             writer=self._writer,
             take_over=self._take_over,
             lease_s=self._lease_s,
-            inbox=self._inbox.address if self._inbox is not None and self._receiving else None,
-            follow=self._follow(name),
+            inbox=server.address if server is not None else None,
+            make_poller=self._make_poller(name),
         )
 
-    async def _attend(self, entry: _Entry, name: str, stop: asyncio.Event) -> None:
-        """One run, for as long as we are to watch it."""
+    async def _watch(self, entry: _Entry, name: str, stop: asyncio.Event) -> None:
+        """Watch one run until stopped. Superseded: stop watching it."""
         while not stop.is_set():
             pause_s = _RETRY_S
             try:
                 await entry.watcher.open()
                 await entry.watcher.run(stop)
-                pause_s = max(_AGAIN_S, len(self._entries) / 2)
-                if entry.watcher.state == "waiting":  # it was removed, or replaced
+                pause_s = max(_RECHECK_S, len(self._entries) / 2)
+                if entry.watcher.state is RunState.WAITING:  # it was removed, or replaced
                     pause_s = self._interval_s
             except Superseded:
                 return
             except AlreadyCoordinated as error:
-                entry.watcher.mark_unavailable("refused", str(error))
+                entry.watcher.mark_unavailable(RunState.REFUSED, str(error))
                 pause_s = min(max(error.free_in_s, 1.0), _RETRY_S)
             except (SmdistError, OSError) as error:
-                entry.watcher.mark_unavailable("waiting", str(error))
+                entry.watcher.mark_unavailable(RunState.WAITING, str(error))
             except Exception as error:  # noqa: BLE001 - one run must not end the others
-                entry.watcher.mark_unavailable("failed", f"{type(error).__name__}: {error}")
-            await self._until_more(entry, stop, pause_s)
-            if entry.watcher.state in ("finished", "failed") and not stop.is_set():
+                detail = f"{type(error).__name__}: {error}"
+                entry.watcher.mark_unavailable(RunState.FAILED, detail)
+            await self._wait_for_more(entry, stop, pause_s)
+            if entry.watcher.state in (RunState.FINISHED, RunState.FAILED) and not stop.is_set():
                 await entry.watcher.close()
-                entry.watcher = self._make(name)
+                entry.watcher = self._new_watcher(name)
         await entry.watcher.close()
 
-    async def _until_more(self, entry: _Entry, stop: asyncio.Event, pause_s: float) -> None:
-        """Wait; when the run has finished, until it is resumed."""
+    async def _wait_for_more(self, entry: _Entry, stop: asyncio.Event, pause_s: float) -> None:
+        """Wait; for a finished run, until it is continued."""
         await entry.watcher.wait(stop, pause_s)
-        while entry.watcher.state == "finished" and not stop.is_set():
+        while entry.watcher.state is RunState.FINISHED and not stop.is_set():
             with contextlib.suppress(SmdistError, OSError):
                 if await entry.watcher.has_new_data():
                     return
@@ -213,22 +221,22 @@ class DirectoryWatcher:
         await asyncio.gather(*tasks, return_exceptions=True)
         for entry in self._entries.values():
             await entry.watcher.close()
-        if self._inbox is not None:
-            await self._inbox.close()
-        if self._own:
+        if self._hint_server is not None:
+            await self._hint_server.close()
+        if self._owns_store:
             await self._store.close()
 
-    # -- questions -------------------------------------------------------------------------------
+    # -- queries ---------------------------------------------------------------------------------
 
     def runs(self) -> dict[str, RunStatus]:
-        """By URL."""
+        """Return the status of each run by URL."""
         watchers = [entry.watcher for _, entry in sorted(self._entries.items())]
-        return {watcher.url: watcher.status() for watcher in watchers}
+        return {watcher.url: watcher.queries.status() for watcher in watchers}
 
     def watcher(self, run: str = "") -> RunWatcher:
-        """The one of a run, by URL, run id or name below the prefix; "" when there is only one.
+        """Return the watcher of a run, by URL, run id or name below the directory.
 
-        NoSuchRun.
+        "" names the only run. Raise NoSuchRun.
         """
         if not run and len(self._entries) == 1:
             return next(iter(self._entries.values())).watcher
@@ -238,28 +246,23 @@ class DirectoryWatcher:
         raise NoSuchRun(run or self.url)
 
     async def refreshed(self, run: str = "") -> RunWatcher:
-        """As `watcher`; one of a run that has finished looks first whether it was resumed."""
+        """Return the watcher of a run; check first whether a finished run was continued."""
         watcher = self.watcher(run)
-        if watcher.state == "finished":
-            with contextlib.suppress(SmdistError, OSError):  # then it knows no better
+        if watcher.state is RunState.FINISHED:
+            with contextlib.suppress(SmdistError, OSError):
                 if await watcher.refresh_if_finished():
-                    watcher = await self._successor(run, watcher)
+                    watcher = await self._reopened(run, watcher)
         return watcher
 
-    async def _successor(self, run: str, watcher: RunWatcher) -> RunWatcher:
-        """Its task, just woken, takes it up again or makes another one."""
+    async def _reopened(self, run: str, watcher: RunWatcher) -> RunWatcher:
+        """Wait until the run's task, which was woken up, opens the run again."""
         for _ in range(500):
-            if self.watcher(run) is not watcher or watcher.state != "finished":
+            if self.watcher(run) is not watcher or watcher.state is not RunState.FINISHED:
                 break
             await asyncio.sleep(0.01)
         return self.watcher(run)
 
-    def _hint(self, hint: Hint) -> None:
+    def _on_hint(self, hint: Hint) -> None:
         for entry in self._entries.values():
             if entry.watcher.run_id == hint.run_id:
                 entry.watcher.hint(hint.worker, hint.attempt, hint.seq)
-
-
-async def _wait(stop: asyncio.Event, seconds: float) -> None:
-    with contextlib.suppress(asyncio.TimeoutError):
-        await asyncio.wait_for(stop.wait(), seconds)

@@ -1,9 +1,9 @@
-"""Where uploaders say that they have stored something, so that it need not be found by asking.
+"""Receive hints of uploaders that they have stored something, so that it is read sooner.
 
-A hint is one line of JSON, `Hint`, and carries no data: the store is the truth, and a hint that is
-lost, late, doubled or forged costs a request or nothing. The address is in the store of the run, in
-`merged/inbox.json`, with a token that only readers of the run know. One inbox serves all runs of a
-coordinator, on its event loop.
+A hint is one line of JSON (`Hint`) and carries no data. The store holds the truth: a hint that is lost,
+late, repeated or forged costs a request or nothing. The address is in the store of the run, in
+`merged/inbox.json`, with a token that only readers of the run know. One server receives the hints for
+all runs of a coordinator, on its event loop.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ __all__ = ["INBOX_KEY", "Hint", "HintServer", "InboxAddress", "InboxRecord"]
 
 INBOX_KEY = "merged/inbox.json"
 
-_MOST_LINE = 1024
-_MOST_CONNECTIONS = 512
-_MOST_LINES = 1000  # of one connection
+_MAX_LINE_BYTES = 1024
+_MAX_CONNECTIONS = 512
+_MAX_LINES = 1000  # of one connection
 _IDLE_S = 10.0
 
 
 class Hint(msgspec.Struct, frozen=True):
+    """The manifest `seq` of a rank was stored."""
+
     token: str
     run_id: str
     worker: str
@@ -40,7 +42,7 @@ class Hint(msgspec.Struct, frozen=True):
 
 
 class InboxRecord(msgspec.Struct, frozen=True):
-    """`merged/inbox.json`."""
+    """The content of `merged/inbox.json`."""
 
     host: str
     port: int
@@ -50,46 +52,50 @@ class InboxRecord(msgspec.Struct, frozen=True):
 
 
 class InboxAddress(msgspec.Struct, frozen=True):
+    """Where a HintServer listens, and the token that it expects."""
+
     host: str
     port: int
     token: str
 
-    async def announce(self, store: Store, epoch: int, now: float) -> None:
-        post = InboxRecord(self.host, self.port, self.token, epoch, now)
-        await store.put(INBOX_KEY, [encode(post, INBOX_KEY)])
+    async def publish(self, store: Store, epoch: int, now: float) -> None:
+        record = InboxRecord(self.host, self.port, self.token, epoch, now)
+        await store.put(INBOX_KEY, [encode(record, INBOX_KEY)])
 
     async def withdraw(self, store: Store) -> None:
-        """Unless another one has announced its own since."""
+        """Remove the address, unless another server has published its own since."""
         with contextlib.suppress(ObjectNotFound, CorruptObject):
-            post = await read(store, INBOX_KEY, InboxRecord)
-            if post.token == self.token:
+            record = await read(store, INBOX_KEY, InboxRecord)
+            if record.token == self.token:
                 await store.delete(INBOX_KEY)
 
 
 class HintServer:
-    """`start`, then `address` is to be announced, `close` last.
+    """A TCP server for hints: `start`, publish its `address`, `close`.
 
-    `host` is how others reach this machine. `take` is called on the loop, for each hint with the
+    `host` is how others reach this machine. `on_hint` is called on the loop for each hint with the
     right token; it must not block.
     """
 
-    def __init__(self, take: Callable[[Hint], None], *, host: str, port: int = 0) -> None:
-        self._take, self._host, self._port = take, host, port
+    def __init__(self, on_hint: Callable[[Hint], None], *, host: str, port: int = 0) -> None:
+        self._on_hint, self._host, self._port = on_hint, host, port
         self._token = secrets.token_urlsafe(16)
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.StreamWriter] = set()
-        self.accepted = self.refused = 0
+        self.refused = 0
 
     @property
     def address(self) -> InboxAddress:
-        assert self._server is not None, "it is not open"
+        assert self._server is not None, "the server was not started"
         port: int = self._server.sockets[0].getsockname()[1]
         return InboxAddress(self._host, port, self._token)
 
     async def start(self) -> None:
+        """Listen. Raise OSError if this machine has no such address."""
         bind = self._host if self._host in ("127.0.0.1", "::1", "localhost") else None
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         self._server = await asyncio.start_server(
-            self._serve, bind, self._port, limit=_MOST_LINE, family=_family(self._host)
+            self._serve, bind, self._port, limit=_MAX_LINE_BYTES, family=family
         )
 
     async def close(self) -> None:
@@ -101,16 +107,16 @@ class HintServer:
             await server.wait_closed()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._open) >= _MOST_CONNECTIONS:
+        if len(self._open) >= _MAX_CONNECTIONS:
             writer.close()
             return
         self._open.add(writer)
         try:
-            for _ in range(_MOST_LINES):
+            for _ in range(_MAX_LINES):
                 line = await asyncio.wait_for(reader.readline(), _IDLE_S)
                 if not line or not self._accept(line):
                     break
-        except (OSError, ValueError, asyncio.TimeoutError):  # gone, too long a line, or idle
+        except (OSError, ValueError, asyncio.TimeoutError):  # closed, line too long, or idle
             self.refused += 1
         finally:
             self._open.discard(writer)
@@ -125,10 +131,5 @@ class HintServer:
         if not hmac.compare_digest(hint.token.encode(), self._token.encode()):
             self.refused += 1
             return False
-        self.accepted += 1
-        self._take(hint)
+        self._on_hint(hint)
         return True
-
-
-def _family(host: str) -> int:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,22 +1,22 @@
-"""Who may write the merged view of a run, and when it does. Pure: no store, no clock.
+"""Decide who may write the merged view of a run, and when. Pure: no store, no clock.
 
-    merged/claims/<epoch>-<writer>.json   Claim   who wants to write, and since when; never changes
-    merged/leases/<epoch>-<writer>.json   LeaseRecord   "I still do", with its newest pointer; overwritten
+    merged/claims/<epoch>-<writer>.json   Claim         who wants to write, since when; never changes
+    merged/leases/<epoch>-<writer>.json   LeaseRecord   "still alive", newest pointer; overwritten
 
-A coordinator claims the epoch after the newest one, under a key that is its own, and looks at the
-list of claims afterwards. Claims are ordered by `(epoch, writer)`, and **the leader
-claim is the coordinator's**. One that finds a greater claim than its own writes no more.
-So two that start at the same moment are told apart by the list alone: no conditional write is
-needed, which some servers ignore and which a lost answer makes ambiguous.
+A coordinator claims the epoch after the newest one under a key of its own, then lists the claims.
+Claims are ordered by `(epoch, writer)`, and **the greatest claim is the leader's**. A coordinator that
+finds a greater claim than its own stops writing. So the listing alone decides between two that start
+at the same moment. No conditional write is needed: some servers ignore the condition, and a lost
+response makes it ambiguous.
 
-Nothing is lost to a race. Heads and chunks have the writer in their name or its content, so the only
-object that two writers share is the pointer, and it only says where to begin to read: facts are in
-the rank manifests. Still it should not go back. A writer looks at the claims before and after it
-moves the pointer; when it was newer_claim in between, it puts back the pointer in the lease of the
-one that overtook it. A reader that finds a lower `(epoch, number)` than it had keeps its own.
+A race loses nothing. Heads and chunks have the writer or their content in their names, so the pointer
+is the only object that two writers share. It only says where to start reading: the facts are in the
+rank manifests. Still it should not go back. A writer lists the claims before and after it moves the
+pointer. If it was superseded in between, it restores the pointer from the lease of the new leader. A
+reader that finds a lower `(epoch, number)` than it had keeps its own.
 
-A lease keeps people from starting two coordinators by mistake. It is judged by the clocks of two
-machines, so it is a courtesy; what protects the view is the order of claims.
+A lease only keeps people from starting two coordinators by mistake. It compares clocks of two machines,
+so it is advisory. The order of claims is what protects the view.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ __all__ = [
     "PendingFacts",
     "PublishIntervals",
     "after_claim",
-    "free_in_s",
-    "greater",
     "leader",
     "newer_claim",
+    "newer_pointer",
+    "remaining_s",
     "safe_writer",
     "snapshot_due",
     "stale_claims",
@@ -57,7 +57,7 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9_-]+")
 
 
 class ClaimId(NamedTuple):
-    """A claim's place in the order of claims."""
+    """The name of a claim and its place in the order of claims."""
 
     epoch: int
     writer: str
@@ -71,8 +71,8 @@ class ClaimId(NamedTuple):
         return f"{LEASES}{self.epoch:06d}-{self.writer}.json"
 
     @property
-    def before(self) -> str:
-        """To list claims of its epoch and of later ones, after this key."""
+    def listing_start(self) -> str:
+        """Return the key after which the claims of this epoch and of later ones are listed."""
         return f"{CLAIMS}{self.epoch:06d}"
 
     def next(self) -> ClaimId:
@@ -80,7 +80,7 @@ class ClaimId(NamedTuple):
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """`owner` is who may come back after a crash: it is the same in its next life, `writer` is not."""
+    """`owner` stays the same when a coordinator is restarted after a crash; `writer` does not."""
 
     epoch: Number
     writer: str
@@ -92,7 +92,7 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 class LeaseRecord(msgspec.Struct, frozen=True):
-    """Only its writer writes it, so that a late renewal of an old one replaces nothing."""
+    """Written by its writer only, so that a late renewal of an old lease replaces nothing."""
 
     epoch: Number
     writer: str
@@ -103,68 +103,65 @@ class LeaseRecord(msgspec.Struct, frozen=True):
 
 
 def safe_writer(text: str) -> str:
-    """`text` as a part of a key."""
+    """Return `text` with only characters that a key may have."""
     return _UNSAFE.sub("-", text).strip("-")[:80] or "coordinator"
 
 
+def _claim_ids(keys: Iterable[str]) -> list[ClaimId]:
+    return [ClaimId(int(m[1]), m[2]) for key in keys if (m := _CLAIM.fullmatch(key))]
+
+
 def leader(keys: Iterable[str]) -> ClaimId | None:
-    """The coordinator, by the keys of all claims."""
-    return max(
-        (ClaimId(int(m[1]), m[2]) for key in keys if (m := _CLAIM.fullmatch(key))), default=None
-    )
-
-
-def stale_claims(mine: ClaimId, keys: Iterable[str]) -> list[ClaimId]:
-    """Claims so old that nobody needs them: who made one finds a greater one, ours among others."""
-    found = (ClaimId(int(m[1]), m[2]) for key in keys if (m := _CLAIM.fullmatch(key)))
-    return sorted(one for one in found if one.epoch < mine.epoch - _KEPT_EPOCHS)
+    """Return the greatest claim among the keys of all claims."""
+    return max(_claim_ids(keys), default=None)
 
 
 def newer_claim(mine: ClaimId, keys: Iterable[str]) -> ClaimId | None:
-    """The claim that is greater than `mine`, if there is one."""
+    """Return the leader's claim if it is greater than `mine`."""
     found = leader(keys)
     return found if found is not None and found > mine else None
 
 
-def free_in_s(claim: Claim, lease: LeaseRecord | None, now: float) -> float:
-    """How long the holder of the leader claim is still to be thought alive; 0 for not at all."""
+def stale_claims(mine: ClaimId, keys: Iterable[str]) -> list[ClaimId]:
+    """Return claims that can be removed: their writers find a greater claim without them."""
+    return sorted(one for one in _claim_ids(keys) if one.epoch < mine.epoch - _KEPT_EPOCHS)
+
+
+def remaining_s(claim: Claim, lease: LeaseRecord | None, now: float) -> float:
+    """Return for how long the leader must still be presumed alive; 0 if its lease has ended."""
     if lease is not None and lease.released:
         return 0.0
     seen, lease_s = claim.time, claim.lease_s
     if lease is not None and lease.time > seen:
         seen, lease_s = lease.time, lease.lease_s
-    # A holder whose clock is far ahead of ours is not alive for ever.
+    # A writer whose clock is far ahead of ours is not alive forever.
     return max(0.0, min(seen, now) + lease_s - now)
 
 
 class ClaimResult(NamedTuple):
-    """After a claim was put: `won`, or `lost` to another, or neither: claim `again`, higher."""
+    """The result of a claim: lost to another one, or to be repeated at `again`, else won."""
 
-    lost: ClaimId | None = None
+    lost_to: ClaimId | None = None
     again: ClaimId | None = None
-
-    @property
-    def won(self) -> bool:
-        return self.lost is None and self.again is None
 
 
 def after_claim(mine: ClaimId, keys: Iterable[str]) -> ClaimResult:
-    """What the list of claims says once ours is in it.
+    """Decide from the list of claims, which has ours, whether we lead.
 
-    The leader of an epoch with several claims takes another one, so that an epoch that writes
-    has one writer.
+    The greatest claim of an epoch with several claims moves on to the next epoch. So an epoch in which
+    something is written has one writer.
     """
-    standings = [ClaimId(int(m[1]), m[2]) for key in keys if (m := _CLAIM.fullmatch(key))]
-    above = max((standing for standing in standings if standing > mine), default=None)
+    claims = _claim_ids(keys)
+    above = max((one for one in claims if one > mine), default=None)
     if above is not None:
-        return ClaimResult(lost=above)
-    if any(one.epoch == mine.epoch and one != mine for one in standings):
+        return ClaimResult(lost_to=above)
+    if any(one.epoch == mine.epoch and one != mine for one in claims):
         return ClaimResult(again=mine.next())
     return ClaimResult()
 
 
-def greater(a: Pointer | None, b: Pointer | None) -> Pointer | None:
-    """The one that leads to the newer snapshot; `a` when they are of the same."""
+def newer_pointer(a: Pointer | None, b: Pointer | None) -> Pointer | None:
+    """Return the pointer to the newer snapshot; `a` if both name the same."""
     if a is None or b is None:
         return a or b
     return b if (b.epoch, b.number) > (a.epoch, a.number) else a
@@ -172,13 +169,11 @@ def greater(a: Pointer | None, b: Pointer | None) -> Pointer | None:
 
 @dataclass(frozen=True)
 class PublishIntervals:
-    """How often things are written, and looked at."""
+    """How often snapshots and leases are written."""
 
-    interval_s: float = 1.0  # between snapshots at the least
+    interval_s: float = 1.0  # least time between two snapshots
     lease_s: float = 30.0
-    beat_s: float = (
-        15.0  # a live rank's sign in a snapshot is not to grow older than about twice this
-    )
+    heartbeat_s: float = 15.0  # heartbeats in a snapshot become at most about twice as old
 
     @property
     def renew_s(self) -> float:
@@ -187,22 +182,22 @@ class PublishIntervals:
 
 @dataclass(frozen=True)
 class PendingFacts:
-    """What was folded since the last snapshot."""
+    """What the newest snapshot does not say yet."""
 
     facts: int = 0  # manifests, sessions, layouts
-    beats: int = 0  # heartbeats, which alone are a reason only now and then
-    final: bool = False  # the run has come to its end, and the last snapshot does not say so
+    heartbeats: int = 0  # alone they are a reason for a snapshot only now and then
+    final: bool = False  # the run has ended
 
 
 def snapshot_due(
-    pending: PendingFacts, written_at: float | None, now: float, cadence: PublishIntervals
+    pending: PendingFacts, written_at: float | None, now: float, intervals: PublishIntervals
 ) -> bool:
-    """`written_at`: None before the first one, which comes at once, as it says that we are there."""
+    """Return whether to write a snapshot. The first one (`written_at` None) is written at once."""
     if written_at is None or pending.final:
         return True
     age = now - written_at
     if age < 0:  # the clock was set back
-        return bool(pending.facts or pending.beats)
-    return (pending.facts > 0 and age >= cadence.interval_s) or (
-        pending.beats > 0 and age >= cadence.beat_s
+        return bool(pending.facts or pending.heartbeats)
+    return (pending.facts > 0 and age >= intervals.interval_s) or (
+        pending.heartbeats > 0 and age >= intervals.heartbeat_s
     )

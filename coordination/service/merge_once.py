@@ -1,126 +1,94 @@
-"""Merge a run once, without staying: what a coordinator does, for runs that nobody watches.
+"""Merge a run once, without staying: one cycle of what a coordinator does.
 
-By the uploader that ends last, so that a finished run opens with a handful of requests, and by
-`smdist merge`. Rights and rules are a coordinator's (`tenure`): of several that merge at the same
-moment one writes, and none writes beside a coordinator that is at work.
+Called by the uploader that ends last, so that a finished run opens with a handful of requests, and by
+`smdist merge`. The rules of the lease apply: of several merges at the same time one writes, and none
+writes beside a coordinator at work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from smdist.coordination.service.poll_schedule import PollIntervals, RankTrack
+from smdist.coordination.service.object_check import MissingObjects, find_missing_objects
+from smdist.coordination.service.poll_schedule import MERGE_ONCE
+from smdist.coordination.service.run_follower import RunFollower
 from smdist.coordination.service.run_watcher import RunWatcher
 from smdist.coordination.service.store_poller import StorePoller
-from smdist.coordination.view.membership import finished
-from smdist.coordination.view.run_view import Fact
-from smdist.coordination.view.status import RunStatus
-from smdist.errors import CoordinationError, SmdistError
+from smdist.coordination.view.status import RunState, RunStatus
+from smdist.errors import CoordinationError
 from smdist.storage.store import Store
 
 __all__ = ["MergeResult", "merge_once"]
 
-_AT_ONCE = 32
+_CONCURRENCY = 32
 
 
 class MergeResult(NamedTuple):
-    """`written` False: the newest snapshot says it all already."""
+    """`written` is False if the newest snapshot already says everything.
+
+    `missing` is None unless the merge was asked to check that stored objects exist.
+    """
 
     written: bool
     status: RunStatus
+    missing: MissingObjects | None = None
 
 
 async def merge_once(
-    store: Store, *, concurrency: int = _AT_ONCE, take_over: bool = False
+    store: Store,
+    *,
+    concurrency: int = _CONCURRENCY,
+    take_over: bool = False,
+    check_objects: bool = False,
 ) -> MergeResult:
-    """Write one snapshot of the run in `store` as it is now. The store stays the caller's.
+    """Write one snapshot of the run in `store` as it is now. The store is not closed.
 
-    AlreadyCoordinated: a coordinator is at work, or another one merges. Superseded: it was taken
-    over meanwhile. NoSuchRun, StoreError, OSError.
+    `check_objects` lists segments and layouts, and reports those that are gone.
+    Raise AlreadyCoordinated if another writer is at work, Superseded if one took over meanwhile,
+    CoordinationError if the new snapshot would know less than the one before; also NoSuchRun,
+    StoreError and OSError.
     """
-    watcher = _Once(
+    watcher = RunWatcher(
         store.url,
         store=store,
         interval_s=0.0,
         take_over=take_over,
-        follow=partial(_quick, concurrency),
+        make_poller=partial(StorePoller, concurrency=concurrency),
+        policy=MERGE_ONCE,
     )
     try:
         await watcher.open()
-        written = await watcher.poll_once()
-        if watcher.error is not None:
-            raise watcher.error
-        return MergeResult(written, watcher.status())
+        written = watcher.state is RunState.WATCHING and await _merge(watcher)
+        status, missing = watcher.queries.status(), None
+        if check_objects:
+            follower = watcher.follower
+            missing = await find_missing_objects(
+                store, follower.view, follower.index, follower.poller.layouts
+            )
+        return MergeResult(written, status, missing)
     finally:
         await watcher.close()
 
 
-class _Once(RunWatcher):
-    """One turn of it: reads all there is, then writes one snapshot."""
-
-    error: SmdistError | OSError | None = None
-
-    async def _is_same(self) -> bool:
-        return True  # it was opened a moment ago
-
-    async def _poll(self) -> None:
-        known = -1
-        while known < self._manifests:
-            known = self._manifests
-            try:
-                await super()._poll()  # at least once: it folds what was found on opening, too
-            except (SmdistError, OSError) as error:
-                self.error = error
-                raise
-            if self._follow.settled:
-                return
-
-    def _has_ended(self) -> bool:
-        """Nobody waits here for a failed job to be started again: who reads finds out by itself."""
-        follow = self._follow
-        over = follow.settled and self._all_said()
-        return over and finished(self._view, self._now(), self._patience, follow.hearing())
-
-    async def _write(self) -> bool:
-        if self._tenure.pointer is not None and not self._facts and not self._has_ended():
-            return False
-        try:
-            if self._follow.failing:
-                raise CoordinationError(f"{self.url} cannot be read: {self._first_trouble()}")
-            return await super()._write()
-        except (SmdistError, OSError) as error:
-            self.error = error
-            raise
-
-    def _first_trouble(self) -> str:
-        return next(iter(self._follow.troubles.values()), "it gives no answer")
+async def _merge(watcher: RunWatcher) -> bool:
+    follower, publisher = watcher.follower, watcher.publisher
+    await _read_all(follower, watcher)
+    pending = follower.pending()
+    if publisher.pointer is not None and not pending.facts and not pending.final:
+        return False
+    if follower.poller.is_failing:
+        trouble = next(iter(follower.poller.troubles.values()), "the store does not answer")
+        raise CoordinationError(f"{watcher.url} cannot be read: {trouble}")
+    follower.check_recovered()
+    return await watcher.publish_if_due()
 
 
-class _Quick(StorePoller):
-    """Asks for all that can be asked for, whatever its time; not how the ended lived to the last."""
-
-    @property
-    def settled(self) -> bool:
-        tracks = self.tracks.values()
-        said = bool(tracks) and all(track.final for track in tracks)
-        return said and self._looked and not self._wanted
-
-    def _beat_due(self, track: RankTrack, now: float) -> bool:
-        return not track.final and super()._beat_due(track, now)
-
-    def _stuck(self, track: RankTrack) -> bool:
-        """Nobody waits here for a rank to be silent: what lies behind a gap is asked for at once."""
-        return not track.final and (track.seek_s == 0.0 or self.now() >= track.seek_due_at)
-
-
-def _quick(
-    concurrency: int,
-    store: Store,
-    take: Callable[[Fact], None],
-    now: Callable[[], float],
-    rhythm: PollIntervals,
-) -> StorePoller:
-    at_once = PollIntervals(interval_s=0.0, beat_s=0.0, discover_s=0.0, seek_s=rhythm.seek_s)
-    return _Quick(store, take, now, at_once, concurrency)
+async def _read_all(follower: RunFollower, watcher: RunWatcher) -> None:
+    """Poll until a poll finds no more manifests, at least once: `open` may have queued facts."""
+    publisher, known = watcher.publisher, -1
+    while known < follower.manifests_read:
+        known = follower.manifests_read
+        await follower.poll(publisher.renew, publisher.intervals.renew_s)
+        if follower.poller.is_complete:
+            return

@@ -2,20 +2,48 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Literal
 
 import msgspec
 
 __all__ = ["AttemptLine", "RankLine", "RunState", "RunStatus", "StepCompleteness", "StepReport"]
 
-RunState = Literal[
-    "waiting", "opening", "watching", "finished", "refused", "superseded", "stopped", "failed"
-]
-"""Of the coordinator's work on a run, not of the job.
 
-"waiting": there is no run yet, or it cannot be read. "refused": another coordinator has it; tried
-again when its lease may have ended. "superseded": another one has taken over.
-"""
+class RunState(str, Enum):
+    """The state of a coordinator's work on one run, not of the training job."""
+
+    WAITING = "waiting"  # there is no run yet, or it cannot be read
+    OPENING = "opening"
+    WATCHING = "watching"
+    FINISHED = "finished"  # the last snapshot says that no rank writes any more
+    REFUSED = "refused"  # another coordinator holds the lease; tried again when it may have ended
+    SUPERSEDED = "superseded"  # another coordinator has taken over
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+    __str__ = str.__str__
+
+    @property
+    def is_final(self) -> bool:
+        """Return whether this coordinator will learn nothing more about the run."""
+        return self in (RunState.SUPERSEDED, RunState.STOPPED, RunState.FAILED)
+
+    @property
+    def serves_queries(self) -> bool:
+        """Return whether answers are current: another coordinator may know more otherwise."""
+        return self not in (RunState.REFUSED, RunState.SUPERSEDED)
+
+    @property
+    def is_error(self) -> bool:
+        """Return whether a person should act on it."""
+        return self in (RunState.REFUSED, RunState.SUPERSEDED, RunState.FAILED)
+
+    @property
+    def is_starting(self) -> bool:
+        """Return whether the run was not read yet."""
+        return self in (RunState.WAITING, RunState.OPENING)
+
 
 StepCompleteness = Literal["complete", "partial", "pending", "not saved"]
 """`partial`: a rank is missing of which nothing more is expected. `pending`: it may still come."""

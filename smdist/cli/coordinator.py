@@ -22,7 +22,7 @@ from smdist.coordination.ray_actor.coordinator import (
     CoordinatorInfo,
     Settings,
     canonical_url,
-    check_place,
+    check_watch_url,
 )
 from smdist.coordination.ray_actor.launcher import Attachment
 from smdist.coordination.view.status import RunStatus
@@ -44,7 +44,7 @@ def start(address: str, settings: Settings, wheel: Path | None, follow: bool) ->
     """Exit code: 0 when it watches, 1 when something said no; with `follow`, 0 once it is stopped."""
     with _told() as outcome:
         # Before any Ray is started.
-        settings = msgspec.structs.replace(settings, watch=check_place(settings.watch))
+        settings = msgspec.structs.replace(settings, watch=check_watch_url(settings.watch))
         if wheel is not None:
             launcher.check_wheel(wheel)
         console = _console()

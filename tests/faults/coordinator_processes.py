@@ -25,16 +25,16 @@ def coordinate(order: Order) -> None:
 
 async def _coordinate(order: Order) -> None:
     stop = asyncio.Event()
-    patience = LivenessTimeouts(
+    timeouts = LivenessTimeouts(
         lost_after_s=order.arguments.get("lost_after_s", 1.0), lagging_after_s=0.5
     )
     watch = DirectoryWatcher(
         order.arguments["url"],
         interval_s=0.05,
-        patience=patience,
+        timeouts=timeouts,
         writer=order.arguments.get("writer"),
         take_over=order.arguments.get("take_over", False),
-        inbox_host="127.0.0.1",
+        hint_host="127.0.0.1",
     )
     running = asyncio.create_task(watch.run(stop))
     told = ""

@@ -139,10 +139,10 @@ def test_one_that_renews_its_lease_is_alive_and_one_that_does_not_is_not(
         await second.open()
         await second.poll_once()
         clock.time += 1
-        with pytest.raises(Superseded, match=second.status().writer):
+        with pytest.raises(Superseded, match=second.queries.status().writer):
             await first.poll_once()
         assert first.state == "superseded"
-        assert second.status().writer in first.status().detail
+        assert second.queries.status().writer in first.queries.status().detail
 
     asyncio.run(act())
 
@@ -299,10 +299,10 @@ async def start_together(make: Callable[[], Store], count: int) -> None:
     assert len(won) == 1, "one coordinator"
     assert told == count - 1, "and the others say so"
     newest = await pointer(stores[0])
-    assert newest.epoch == won[0].status().epoch
+    assert newest.epoch == won[0].queries.status().epoch
     view = (await load_view(stores[0], newest)).view
     assert view.canonical() == (await asyncio.to_thread(from_scratch, theirs)).canonical()
-    lease = await stores[0].get(ClaimId(newest.epoch, won[0].status().writer).lease_key)
+    lease = await stores[0].get(ClaimId(newest.epoch, won[0].queries.status().writer).lease_key)
     assert msgspec.json.decode(lease, type=LeaseRecord).pointer == newest
     for key in [key for store in stores[:1] for key in await store.list("merged/heads/")]:
         await load_view(stores[0], Pointer(0, 0, key, 0.0, 1.0, False))

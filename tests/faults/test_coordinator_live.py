@@ -10,8 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from smdist.coordination.service.directory_watcher import DirectoryWatcher, RunWatcher
+from smdist.coordination.service.directory_watcher import DirectoryWatcher
 from smdist.coordination.service.hint_server import INBOX_KEY
+from smdist.coordination.service.run_watcher import RunWatcher
 from smdist.coordination.snapshot.pack import POINTER_KEY, Pointer, load_view
 from smdist.coordination.view.membership import LivenessTimeouts
 from smdist.coordination.view.status import RankLine
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.ranks
 
 RANKS, STEPS, SLOW, VICTIM = 4, 200, 3, 2
 # Ranks beat every 5 seconds.
-PATIENCE = LivenessTimeouts(lost_after_s=15.0, lagging_after_s=1.5)
+TIMEOUTS = LivenessTimeouts(lost_after_s=15.0, lagging_after_s=1.5)
 SCRIPT = """
 import time
 from pathlib import Path
@@ -69,7 +70,7 @@ def test_slow_stopped_and_killed(launcher: Launcher, tmp_path: Path) -> None:
     async def act() -> None:
         stop = asyncio.Event()
         url = str(tmp_path / "run")
-        watch = DirectoryWatcher(url, interval_s=0.2, patience=PATIENCE, inbox_host="127.0.0.1")
+        watch = DirectoryWatcher(url, interval_s=0.2, timeouts=TIMEOUTS, hint_host="127.0.0.1")
         running = asyncio.create_task(watch.run(stop))
         ranks = start(launcher, tmp_path, [0])
         # An uploader looks for its listener with its first manifest, and then not for a while.
@@ -93,18 +94,18 @@ async def follow(
     watcher: Callable[[], RunWatcher], ranks: list[Started], hurry: Callable[[], None]
 ) -> None:
     def line(rank: int) -> RankLine:
-        return watcher().status().ranks[rank]
+        return watcher().queries.status().ranks[rank]
 
     def about() -> object:
-        return watcher().status(), ranks
+        return watcher().queries.status(), ranks
 
-    await until(lambda: len(watcher().status().ranks) == RANKS, about)
+    await until(lambda: len(watcher().queries.status().ranks) == RANKS, about)
     await until(lambda: line(SLOW).status == "lagging" and line(SLOW).behind_steps > 2, about)
-    assert line(SLOW).behind_s > PATIENCE.lagging_after_s
-    assert watcher().latest_complete_step() <= line(SLOW).step
-    seen = watcher().latest_complete_step()
-    await until(lambda: watcher().latest_complete_step() > seen, about)
-    assert watcher().status().hints > 0
+    assert line(SLOW).behind_s > TIMEOUTS.lagging_after_s
+    assert watcher().queries.latest_complete_step() <= line(SLOW).step
+    seen = watcher().queries.latest_complete_step()
+    await until(lambda: watcher().queries.latest_complete_step() > seen, about)
+    assert watcher().queries.status().hints > 0
 
     ranks[SLOW].kill(signal.SIGSTOP)
     await until(lambda: is_stopped(ranks[SLOW].pid), about)
@@ -112,9 +113,9 @@ async def follow(
     await until(lambda: line(SLOW).status == "lost", about)
     assert "lost" not in {line(rank).status for rank in range(RANKS) if rank != SLOW}
     step = line(0).step - 1
-    assert watcher().latest_complete_step() <= trained
-    await until(lambda: watcher().missing(step) == {SLOW: "lost"}, about)
-    assert watcher().step(step).standing == "partial"
+    assert watcher().queries.latest_complete_step() <= trained
+    await until(lambda: watcher().queries.missing(step) == {SLOW: "lost"}, about)
+    assert watcher().queries.step(step).standing == "partial"
 
     ranks[VICTIM].kill()
     await until(lambda: line(VICTIM).status == "lost", about)
@@ -122,8 +123,8 @@ async def follow(
 
     ranks[SLOW].kill(signal.SIGCONT)
     hurry()
-    await until(lambda: watcher().step(step).complete or died < step, about)
+    await until(lambda: watcher().queries.step(step).complete or died < step, about)
     await until(lambda: watcher().state == "finished", about)
-    assert watcher().latest_complete_step() == died
-    assert watcher().missing(STEPS - 1) == {VICTIM: "lost"}
-    assert watcher().missing(min(step, died)) == {}
+    assert watcher().queries.latest_complete_step() == died
+    assert watcher().queries.missing(STEPS - 1) == {VICTIM: "lost"}
+    assert watcher().queries.missing(min(step, died)) == {}

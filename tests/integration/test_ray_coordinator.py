@@ -158,7 +158,7 @@ def test_stopped_it_hands_back_its_lease(driver: Driver, tmp_path: Path) -> None
     async def next_one() -> None:
         watcher = RunWatcher(str(place))
         await watcher.open()  # AlreadyCoordinated, if the lease was left
-        assert watcher.latest_complete_step() == 2
+        assert watcher.queries.latest_complete_step() == 2
         await watcher.close()
 
     asyncio.run(next_one())

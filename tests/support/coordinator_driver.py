@@ -242,7 +242,7 @@ class Schedule:
         right = from_scratch(self.store)
         assert loaded.view.canonical() == right.canonical()
         assert self.watcher is not None
-        assert self.watcher.view.canonical() == right.canonical()
+        assert self.watcher.queries.view.canonical() == right.canonical()
         named = {
             entry.layout
             for _, _, known in right.ranks()

@@ -43,7 +43,7 @@ from smdist.workers.hook.buffer_location import (
 from smdist.workers.hook.drain_progress import DrainProgress, left
 from smdist.workers.hook.error_policy import raised_by_signal_handler
 from smdist.workers.hook.process_settings import ProcessSettings
-from smdist.workers.join.enrol import check_place, intend, saves
+from smdist.workers.join.enrol import check_watch_url, intend, saves
 from smdist.workers.join.rank import Identity, resolve_rank
 from smdist.workers.spool.spool import Spool, SpoolInfo, UploadOptions
 from smdist.workers.upload.process import Supervisor
@@ -190,7 +190,9 @@ class CaptureSession(Generic[T]):
             # behind, so a rank that may yet turn out not to save does it too.
             check_writable(config.out_dir)
         with self._store(_CHECK_S) as store:
-            check_place(store, identity, resume=config.resume, explicit_attempt=self._where.attempt)
+            check_watch_url(
+                store, identity, resume=config.resume, explicit_attempt=self._where.attempt
+            )
         if not remote:
             check_writable(config.out_dir)
 

@@ -55,7 +55,7 @@ from smdist.workers.spool.spool import UNKNOWN_ATTEMPT, Entry
 
 __all__ = [
     "Enrolment",
-    "check_place",
+    "check_watch_url",
     "enrol_async",
     "enter",
     "intend",
@@ -123,7 +123,7 @@ async def enter(store: Store, session: Session, entry: Entry) -> Enrolment:
     )
 
 
-def check_place(
+def check_watch_url(
     store: Store,
     identity: Identity,
     *,

@@ -13,17 +13,17 @@ from smdist.coordination.service.leadership import (
     PendingFacts,
     PublishIntervals,
     after_claim,
-    free_in_s,
-    greater,
     leader,
     newer_claim,
+    newer_pointer,
+    remaining_s,
     safe_writer,
     snapshot_due,
 )
 from smdist.coordination.snapshot.pack import Pointer
 from smdist.storage.store import check_key
 
-CADENCE = PublishIntervals(interval_s=1.0, lease_s=30.0, beat_s=15.0)
+CADENCE = PublishIntervals(interval_s=1.0, lease_s=30.0, heartbeat_s=15.0)
 
 standings = st.builds(ClaimId, st.integers(1, 40), st.sampled_from(["a", "b", "b-2", "C", "z_9"]))
 
@@ -33,7 +33,7 @@ def test_the_greatest_claim_is_found_behind_any_other(claims: list[ClaimId]) -> 
     keys = [claim.claim_key for claim in claims]
     assert leader([*keys, "merged/claims/strange.json"]) == max(claims)
     for one in claims:
-        listed = [key for key in keys if key > one.before]
+        listed = [key for key in keys if key > one.listing_start]
         assert newer_claim(one, listed) == (max(claims) if max(claims) > one else None)
 
 
@@ -49,16 +49,15 @@ def test_of_those_that_claim_together_one_wins(writers: set[str], random: object
             listed.append(wants[writer].claim_key)
             waiting.append(("look", writer))
             continue
-        verdict = after_claim(wants[writer], listed)
-        if verdict.won:
-            won.add(writer)
-        elif verdict.lost is not None:
-            lost.add(writer)
-            assert verdict.lost > wants[writer]
-        else:
-            assert verdict.again is not None
-            wants[writer] = verdict.again
+        result = after_claim(wants[writer], listed)
+        if result.again is not None:
+            wants[writer] = result.again
             waiting.append(("put", writer))
+        elif result.lost_to is not None:
+            lost.add(writer)
+            assert result.lost_to > wants[writer]
+        else:
+            won.add(writer)
     # One that won early may have been superseded since: it learns that before it writes.
     stay = [w for w in won if newer_claim(wants[w], listed) is None]
     assert len(stay) == 1
@@ -87,7 +86,7 @@ def claim(at: float = 100.0, lease_s: float = 30.0) -> Claim:
 def test_how_long_a_holder_is_thought_alive(
     lease: LeaseRecord | None, now: float, left: float
 ) -> None:
-    assert free_in_s(claim(), lease, now) == left
+    assert remaining_s(claim(), lease, now) == left
 
 
 def pointer(epoch: int, number: int) -> Pointer:
@@ -96,12 +95,12 @@ def pointer(epoch: int, number: int) -> Pointer:
 
 def test_a_pointer_is_newer_by_epoch_then_number() -> None:
     old, new = pointer(1, 900), pointer(2, 3)
-    assert greater(old, new) is new
-    assert greater(new, old) is new
-    assert greater(None, old) is old
-    assert greater(old, None) is old
-    assert greater(pointer(2, 3), new) == new
-    assert greater(None, None) is None
+    assert newer_pointer(old, new) is new
+    assert newer_pointer(new, old) is new
+    assert newer_pointer(None, old) is old
+    assert newer_pointer(old, None) is old
+    assert newer_pointer(pointer(2, 3), new) == new
+    assert newer_pointer(None, None) is None
 
 
 @pytest.mark.parametrize(
@@ -110,8 +109,8 @@ def test_a_pointer_is_newer_by_epoch_then_number() -> None:
         (PendingFacts(), 1000.0, False),
         (PendingFacts(facts=1), 0.5, False),
         (PendingFacts(facts=1), 1.0, True),
-        (PendingFacts(beats=5), 14.0, False),
-        (PendingFacts(beats=5), 15.0, True),
+        (PendingFacts(heartbeats=5), 14.0, False),
+        (PendingFacts(heartbeats=5), 15.0, True),
         (PendingFacts(final=True), 0.0, True),
         (PendingFacts(facts=1), -50.0, True),  # the clock was set back
         (PendingFacts(), -50.0, False),

@@ -101,7 +101,7 @@ def test_an_inbox_takes_lines_with_its_token_and_nothing_else() -> None:
 
 def test_an_announcer_says_what_was_stored() -> None:
     async def act(desk: Desk) -> None:
-        await desk.inbox.address.announce(desk.store, epoch=1, now=0.0)
+        await desk.inbox.address.publish(desk.store, epoch=1, now=0.0)
         desk.announcer.stored(0)
         await until(lambda: desk.hints)
         assert desk.hints[0] == Hint(desk.inbox.address.token, "run", "worker_3", 1, 0)
@@ -122,7 +122,7 @@ def test_without_an_inbox_one_look_is_all_it_costs() -> None:
             await asyncio.sleep(0.001)
             desk.time += 1
         assert desk.store.requests == 1
-        await desk.inbox.address.announce(desk.store, epoch=1, now=0.0)
+        await desk.inbox.address.publish(desk.store, epoch=1, now=0.0)
         desk.time += 30
         desk.announcer.stored(20)
         await until(lambda: desk.hints)
@@ -136,7 +136,7 @@ def test_a_dead_address_is_tried_rarely_and_another_one_found() -> None:
         await nobody.start()
         gone = nobody.address
         await nobody.close()
-        await gone.announce(desk.store, epoch=1, now=0.0)
+        await gone.publish(desk.store, epoch=1, now=0.0)
         desk.announcer.stored(0)
         await until(lambda: desk.announcer._send_at > desk.time)
         before = desk.store.requests
@@ -147,7 +147,7 @@ def test_a_dead_address_is_tried_rarely_and_another_one_found() -> None:
         assert desk.store.requests == before
         assert desk.announcer._task is not None
         assert desk.announcer._task.done()
-        await desk.inbox.address.announce(desk.store, epoch=2, now=0.0)
+        await desk.inbox.address.publish(desk.store, epoch=2, now=0.0)
         desk.time += 60
         desk.announcer.stored(50)
         await until(lambda: desk.hints)
@@ -198,11 +198,11 @@ def test_a_listener_that_says_nothing_holds_nobody_up() -> None:
 def test_withdrawing_leaves_the_announcement_of_another_one() -> None:
     async def act(desk: Desk) -> None:
         mine, theirs = desk.inbox.address, InboxAddress("h", 1, "other")
-        await mine.announce(desk.store, 1, 0.0)
+        await mine.publish(desk.store, 1, 0.0)
         await mine.withdraw(desk.store)
         assert not await desk.store.list(INBOX_KEY)
         await mine.withdraw(desk.store)
-        await theirs.announce(desk.store, 2, 0.0)
+        await theirs.publish(desk.store, 2, 0.0)
         await mine.withdraw(desk.store)
         assert await desk.store.list(INBOX_KEY)
 
@@ -219,15 +219,15 @@ def test_a_watch_with_an_inbox_sees_a_step_before_it_would_have_asked() -> None:
     async def act() -> None:
         stop = asyncio.Event()
         # It asks every hour by itself.
-        watch = DirectoryWatcher(store.url, store=store, interval_s=3600.0, inbox_host="127.0.0.1")
+        watch = DirectoryWatcher(store.url, store=store, interval_s=3600.0, hint_host="127.0.0.1")
         running = asyncio.create_task(watch.run(stop))
         await until(lambda: INBOX_KEY in store.objects)
         announcer = Announcer(store, "run", rank.session)
         for step in range(3):
             await asyncio.to_thread(save, step)
             announcer.stored(rank.seq - 1)
-            await until(lambda: watch.watcher().latest_complete_step() == step)  # noqa: B023
-        assert watch.watcher().status().hints >= 2
+            await until(lambda: watch.watcher().queries.latest_complete_step() == step)  # noqa: B023
+        assert watch.watcher().queries.status().hints >= 2
         await announcer.close()
         stop.set()
         await running

@@ -43,7 +43,7 @@ class Bench:
     """A job of some ranks, its watcher, and the time."""
 
     time: float = 10_000.0
-    patience: LivenessTimeouts = DEFAULT_TIMEOUTS
+    timeouts: LivenessTimeouts = DEFAULT_TIMEOUTS
     store: MemoryStore = field(default_factory=lambda: MemoryStore("watched"))
     ranks: list[RankWriter] = field(default_factory=list)
     ahead_s: float = 0.0  # the ranks' clocks are
@@ -58,7 +58,7 @@ class Bench:
             "memory://watched",
             store=self.requests,
             now=lambda: self.time,
-            patience=self.patience,
+            timeouts=self.timeouts,
             writer="test",
         )
 
@@ -86,7 +86,7 @@ class Bench:
             self.turn(every_s)
 
     def line(self, rank: int) -> RankLine:
-        return self.watcher.status().ranks[rank]
+        return self.watcher.queries.status().ranks[rank]
 
     @property
     def state(self) -> str:
@@ -115,16 +115,16 @@ def bench() -> Bench:
 
 def test_the_latest_complete_step_follows_the_slowest_rank(bench: Bench) -> None:
     bench.start(3)
-    assert bench.watcher.latest_complete_step() == -1
+    assert bench.watcher.queries.latest_complete_step() == -1
     for step in range(6):
         bench.save(step, 0, 1)
         if step % 2:
             bench.save(step // 2, 2)
         bench.turn()
-        assert bench.watcher.latest_complete_step() == (step - 1) // 2
-    assert bench.watcher.missing(5) == {2: "lagging"}
-    assert bench.watcher.missing(1) == {}
-    status = bench.watcher.status()
+        assert bench.watcher.queries.latest_complete_step() == (step - 1) // 2
+    assert bench.watcher.queries.missing(5) == {2: "lagging"}
+    assert bench.watcher.queries.missing(1) == {}
+    status = bench.watcher.queries.status()
     assert status.latest_complete == {"TRAIN": 2, "GLOBAL": 2}
     assert (status.last_step, status.steps, status.complete_steps) == (5, 6, 3)
     assert msgspec.json.decode(msgspec.json.encode(status), type=RunStatus) == status
@@ -142,8 +142,8 @@ def test_lagging_says_how_far(bench: Bench) -> None:
     assert (line.status, line.step, line.behind_steps) == ("lagging", 0, 8)
     assert 80 <= line.behind_s <= 85
     assert bench.line(0).status == "active"
-    assert bench.watcher.status().lagging == (line,)
-    assert bench.watcher.step(8).standing == "pending"
+    assert bench.watcher.queries.status().lagging == (line,)
+    assert bench.watcher.queries.step(8).standing == "pending"
 
 
 def test_a_rank_that_is_slow_all_the_time_is_lagging(bench: Bench) -> None:
@@ -176,15 +176,15 @@ def test_a_stopped_rank_becomes_lost_and_a_late_commit_makes_it_whole(bench: Ben
         lost = bench.line(1).status == "lost"
         assert lost is (bench.time - stopped > DEFAULT_TIMEOUTS.lost_after_s)
     assert "nothing heard" in bench.line(1).reason
-    assert bench.watcher.missing(30) == {1: "lost"}
-    assert bench.watcher.step(30).standing == "partial"
-    assert bench.watcher.latest_complete_step() == 0
+    assert bench.watcher.queries.missing(30) == {1: "lost"}
+    assert bench.watcher.queries.step(30).standing == "partial"
+    assert bench.watcher.queries.latest_complete_step() == 0
     for step in range(1, 40):
         bench.save(step, 1)
     bench.turns(DEFAULT_TIMEOUTS.lost_after_s / 2)
     assert bench.line(1).status == "active"
-    assert bench.watcher.step(30).standing == "complete"
-    assert bench.watcher.latest_complete_step() == 39
+    assert bench.watcher.queries.step(30).standing == "complete"
+    assert bench.watcher.queries.latest_complete_step() == 39
 
 
 def test_a_rank_that_beats_is_alive_and_a_fresh_snapshot_says_so(bench: Bench) -> None:
@@ -207,11 +207,13 @@ def test_ranks_that_differ_about_their_number_are_all_expected(bench: Bench) -> 
     bench.start(1)
     bench.save(0)
     bench.turn()
-    assert bench.watcher.latest_complete_step() == 0
+    assert bench.watcher.queries.latest_complete_step() == 0
     bench.job.rank(1, 2, now=bench.time)
     bench.turns(3)
-    assert bench.watcher.latest_complete_step() == -1, "what was complete is looked at again"
-    assert bench.watcher.missing(0) == {1: "lagging"}
+    assert bench.watcher.queries.latest_complete_step() == -1, (
+        "what was complete is looked at again"
+    )
+    assert bench.watcher.queries.missing(0) == {1: "lagging"}
 
 
 def test_modes_count_for_themselves(bench: Bench) -> None:
@@ -221,17 +223,17 @@ def test_modes_count_for_themselves(bench: Bench) -> None:
     bench.save(1, number=2)
     bench.turn()
     watcher = bench.watcher
-    assert watcher.latest_complete_step(TRAIN) == 1
-    assert watcher.latest_complete_step(EVAL) == 0
-    assert watcher.latest_complete_step() == 2
-    assert watcher.step(1).complete
-    assert watcher.status().latest_complete == {"TRAIN": 1, "EVAL": 0, "GLOBAL": 2}
+    assert watcher.queries.latest_complete_step(TRAIN) == 1
+    assert watcher.queries.latest_complete_step(EVAL) == 0
+    assert watcher.queries.latest_complete_step() == 2
+    assert watcher.queries.step(1).complete
+    assert watcher.queries.status().latest_complete == {"TRAIN": 1, "EVAL": 0, "GLOBAL": 2}
     with pytest.raises(StepNotYetAvailable):
-        watcher.missing(7)
+        watcher.queries.missing(7)
     bench.ranks[0].end()
     bench.turn()
     with pytest.raises(StepUnavailable):
-        watcher.missing(7)
+        watcher.queries.missing(7)
 
 
 def test_an_elastic_restart_with_another_world_goes_on(bench: Bench) -> None:
@@ -240,7 +242,7 @@ def test_an_elastic_restart_with_another_world_goes_on(bench: Bench) -> None:
         bench.save(step)
     bench.save(4, 0, 1)
     bench.turn()
-    assert bench.watcher.missing(4) == {2: "lagging"}
+    assert bench.watcher.queries.missing(4) == {2: "lagging"}
     for rank in bench.ranks:
         rank.lose()
     bench.turns(6)
@@ -249,13 +251,13 @@ def test_an_elastic_restart_with_another_world_goes_on(bench: Bench) -> None:
     for step in range(3, 7):
         bench.save(step)
     bench.turns(10)
-    status = bench.watcher.status()
+    status = bench.watcher.queries.status()
     assert [line.attempt for line in status.attempts] == [0, 1]
     assert [line.expected for line in status.attempts] == [3, 2]
     assert len(status.ranks) == 2
-    assert bench.watcher.step(4).attempt == 1
-    assert bench.watcher.step(2).attempt == 0
-    assert bench.watcher.latest_complete_step() == 6
+    assert bench.watcher.queries.step(4).attempt == 1
+    assert bench.watcher.queries.step(2).attempt == 0
+    assert bench.watcher.queries.latest_complete_step() == 6
     assert status.steps == 7, "steps that ran twice are there once"
     for rank in bench.ranks:
         rank.now = bench.time
@@ -278,7 +280,7 @@ def test_ranks_are_judged_by_the_watchers_clock_alone(ahead_s: float) -> None:
         bench.turn()
     bench.turns(DEFAULT_TIMEOUTS.lost_after_s - 20, 1.0, 0)
     assert [bench.line(rank).status for rank in range(3)] == ["active"] * 3
-    assert bench.watcher.step(9).standing == "pending"
+    assert bench.watcher.queries.step(9).standing == "pending"
     bench.turns(2 * DEFAULT_TIMEOUTS.lost_after_s, 1.0, 0)
     assert [bench.line(rank).status for rank in range(3)] == ["active", "lost", "lost"]
     assert bench.time - bench.line(0).last_seen <= DEFAULT_TIMEOUTS.lost_after_s / 2
@@ -314,7 +316,7 @@ def test_a_run_that_ends_cleanly_is_final_soon(bench: Bench) -> None:
     again = bench.another()
     run(again.open())
     assert again.state == "finished"
-    assert again.latest_complete_step() == 0
+    assert again.queries.latest_complete_step() == 0
     claims = [key for key in bench.store.objects if key.startswith("merged/claims/")]
     assert len(claims) == 1, "nothing is claimed to look at a finished run"
 
@@ -365,7 +367,7 @@ def test_a_finished_run_that_is_resumed_is_watched_again(bench: Bench) -> None:
     run(bench.watcher.open())
     assert bench.state == "watching"
     bench.turn()
-    assert bench.watcher.latest_complete_step() == 1
+    assert bench.watcher.queries.latest_complete_step() == 1
     assert not bench.pointer().final
 
 
@@ -381,7 +383,7 @@ def test_an_attempt_that_begins_as_the_last_one_ends_is_not_overlooked(bench: Be
     assert bench.state == "watching"
     bench.save(1)
     bench.turns(3)
-    assert bench.watcher.latest_complete_step() == 1
+    assert bench.watcher.queries.latest_complete_step() == 1
 
 
 def test_a_run_whose_ranks_fell_silent_is_never_final_and_goes_on_when_they_do(
@@ -402,7 +404,7 @@ def test_a_run_whose_ranks_fell_silent_is_never_final_and_goes_on_when_they_do(
     assert counts["list sessions"] <= 21
     bench.save(1, 1)
     bench.turns(62)
-    assert bench.watcher.view.attempts[0][1].passed[TRAIN.value] == 1
+    assert bench.watcher.queries.view.attempts[0][1].passed[TRAIN.value] == 1
     ranks[1].end()
     bench.turns(62)
     assert bench.state == "finished"
@@ -428,7 +430,7 @@ def test_what_is_recovered_of_a_lost_rank_after_the_end_is_merged(
     run(bench.watcher.open())
     assert bench.state == "watching"
     bench.turn()
-    assert bench.watcher.missing(1) == {}
+    assert bench.watcher.queries.missing(1) == {}
     bench.turns(2 * DEFAULT_TIMEOUTS.lost_after_s)
     assert bench.state == "finished"
     loaded = run(load_view(bench.store, bench.pointer()))
@@ -441,10 +443,10 @@ def test_what_is_recovered_of_a_lost_rank_while_others_go_on_is_merged(bench: Be
     bench.save(1, 0)
     lost.lose()
     bench.turns(100, 1.0, 0)
-    assert bench.watcher.missing(1) == {1: "lost"}
+    assert bench.watcher.queries.missing(1) == {1: "lost"}
     bench.save(1, 1)
     bench.turns(30, 1.0, 0)
-    assert bench.watcher.missing(1) == {}
+    assert bench.watcher.queries.missing(1) == {}
 
 
 def test_a_last_snapshot_that_does_not_have_the_last_word_of_all_is_not_the_last(
@@ -475,7 +477,7 @@ def is_right(bench: Bench) -> None:
     loaded = run(load_view(bench.store, bench.pointer()))
     assert loaded.head.run_id == bench.watcher.run_id == "another"
     right = from_scratch(bench.store).canonical()
-    assert loaded.view.canonical() == bench.watcher.view.canonical() == right
+    assert loaded.view.canonical() == bench.watcher.queries.view.canonical() == right
 
 
 @pytest.mark.parametrize("merged", [False, True])
@@ -501,12 +503,14 @@ def test_a_run_that_takes_the_place_of_a_watched_one_is_begun_afresh(
     if ended:
         assert run(bench.watcher.has_new_data())
     assert bench.state == "waiting"
-    assert bench.watcher.latest_complete_step() == -1
+    assert bench.watcher.queries.latest_complete_step() == -1
     run(bench.watcher.open())
     bench.turn()
     assert bench.state == "watching"
-    assert bench.watcher.latest_complete_step() == 1
-    assert any("run another took its place" in text for text in bench.watcher.status().troubles)
+    assert bench.watcher.queries.latest_complete_step() == 1
+    assert any(
+        "run another is there now" in text for text in bench.watcher.queries.status().troubles
+    )
     after = bench.pointer()
     assert (after.epoch, after.number) > (before.epoch, before.number)
     is_right(bench)
@@ -525,7 +529,7 @@ def test_a_snapshot_of_another_run_is_not_gone_on_from(bench: Bench, final: bool
     bench.start(1)
     bench.save(3)
     bench.turn()
-    assert bench.watcher.latest_complete_step() == 3
+    assert bench.watcher.queries.latest_complete_step() == 3
     is_right(bench)
 
 
@@ -536,7 +540,7 @@ def test_nothing_is_written_where_a_run_was_removed(bench: Bench) -> None:
     bench.store.objects.clear()
     bench.turns(6)
     assert bench.state == "waiting"
-    assert any("run.json is gone" in text for text in bench.watcher.status().troubles)
+    assert any("run.json is gone" in text for text in bench.watcher.queries.status().troubles)
     bench.store.objects.clear()
     bench.turns(60)
     with pytest.raises(NoSuchRun):
@@ -556,16 +560,16 @@ def test_wait_for_step(bench: Bench) -> None:
 
     async def act() -> None:
         watcher = bench.watcher
-        assert (await watcher.wait_for_step(0)).complete
+        assert (await watcher.queries.wait_for_step(0)).complete
         with pytest.raises(WaitTimeout, match=r"rank 1 \(lagging\).*latest complete step is 0"):
-            await watcher.wait_for_step(1, timeout_s=0.01)
-        waiting = asyncio.create_task(watcher.wait_for_step(1))
+            await watcher.queries.wait_for_step(1, timeout_s=0.01)
+        waiting = asyncio.create_task(watcher.queries.wait_for_step(1))
         await asyncio.sleep(0)
         await asyncio.to_thread(bench.save, 1, 1)
         bench.time += 2
         await watcher.poll_once()
         assert (await waiting).standing == "complete"
-        waiting = asyncio.create_task(watcher.wait_for_step(9))
+        waiting = asyncio.create_task(watcher.queries.wait_for_step(9))
         await asyncio.sleep(0)
         await watcher.close()
         with pytest.raises(CoordinationError, match="not watched any more"):
@@ -580,11 +584,11 @@ def test_a_wait_ends_when_nothing_more_can_come(bench: Bench) -> None:
     bench.save(1, 0)
     ranks[1].lose()
     bench.turn()
-    report = run(bench.watcher.wait_for_step(1))
+    report = run(bench.watcher.queries.wait_for_step(1))
     assert (report.standing, report.missing) == ("partial", {1: "lost"})
     ranks[0].end()
     bench.turn()
-    assert run(bench.watcher.wait_for_step(2)).standing == "not saved"
+    assert run(bench.watcher.queries.wait_for_step(2)).standing == "not saved"
 
 
 # -- troubles --------------------------------------------------------------------------------------
@@ -608,10 +612,10 @@ def test_a_snapshot_that_cannot_be_read_is_made_anew(bench: Bench) -> None:
     bench.store.objects[bench.pointer().head] = b"{torn"
     bench.watcher = bench.another()
     run(bench.watcher.open())
-    assert "cannot be read" in bench.watcher.status().troubles[0]
+    assert "cannot be read" in bench.watcher.queries.status().troubles[0]
     bench.turns(3)
-    assert bench.watcher.latest_complete_step() == 3
-    assert not bench.watcher.status().troubles
+    assert bench.watcher.queries.latest_complete_step() == 3
+    assert not bench.watcher.queries.status().troubles
     view = run(load_view(bench.store, bench.pointer())).view
     assert view.canonical() == from_scratch(bench.store).canonical()
 
@@ -628,14 +632,14 @@ def test_a_torn_or_missing_object_stops_nobody(bench: Bench) -> None:
     # Still a layout, but not the one that its name says.
     bench.store.objects[layout] = whole[layout][:-1] + b" }"
     bench.turn()
-    assert any(layout in text for text in bench.watcher.status().troubles)
-    assert bench.watcher.latest_complete_step() == 1
-    assert any(torn in text for text in bench.watcher.status().troubles)
+    assert any(layout in text for text in bench.watcher.queries.status().troubles)
+    assert bench.watcher.queries.latest_complete_step() == 1
+    assert any(torn in text for text in bench.watcher.queries.status().troubles)
     bench.turns(200, 1.0, 0, 1)
-    assert bench.watcher.latest_complete_step() == 5, "what comes after it is read"
-    assert bench.watcher.missing(2) == {0: "damaged"}
-    assert bench.watcher.missing(3) == {1: "damaged"}
-    assert any("passed over" in text for text in bench.watcher.status().troubles)
+    assert bench.watcher.queries.latest_complete_step() == 5, "what comes after it is read"
+    assert bench.watcher.queries.missing(2) == {0: "damaged"}
+    assert bench.watcher.queries.missing(3) == {1: "damaged"}
+    assert any("skipped" in text for text in bench.watcher.queries.status().troubles)
     bench.store.objects[layout] = whole[layout]
     bench.turns(30, 1.0, 0, 1)
     assert (
@@ -652,10 +656,10 @@ def test_a_store_that_is_down_is_told_and_survived(bench: Bench) -> None:
     bench.save(1)
     for _ in range(30):
         bench.turn(5)
-    assert bench.watcher.status().troubles
+    assert bench.watcher.queries.status().troubles
     bench.requests.faults = frozenset()
     bench.turns(60, 1.0, *range(4))
-    status = bench.watcher.status()
+    status = bench.watcher.queries.status()
     assert not status.troubles
     assert status.latest_complete["GLOBAL"] == 1
 
@@ -677,7 +681,7 @@ def test_a_rank_is_asked_about_as_often_as_it_writes(gap_s: float, most: float) 
     for step in range(2, 2 + steps):
         bench.save(step)
         bench.turns(gap_s)
-        assert bench.watcher.latest_complete_step() == step
+        assert bench.watcher.queries.latest_complete_step() == step
     counts = bench.requests.counts
     written = ranks * steps
     assert written <= counts["get manifests"] <= most * written
@@ -711,7 +715,7 @@ def test_a_restart_reads_only_what_is_new() -> None:
     bench.watcher = bench.another()
     run(bench.watcher.open())
     bench.turn(0.0)
-    assert bench.watcher.latest_complete_step() == 20
+    assert bench.watcher.queries.latest_complete_step() == 20
     assert bench.requests.counts["get manifests"] <= 2 * 8 + 8
     assert bench.requests.counts["get sessions"] == 0
     assert bench.requests.counts["get layouts"] == 0
@@ -724,7 +728,7 @@ def test_a_backlog_is_read_in_bulk(bench: Bench) -> None:
         bench.time += 2
         bench.save(step)
     bench.turn(1.0)
-    assert bench.watcher.latest_complete_step() == steps - 1
+    assert bench.watcher.queries.latest_complete_step() == steps - 1
     assert bench.requests.counts["get manifests"] < ranks * (steps + 16)
 
 
@@ -746,9 +750,9 @@ def test_a_manifest_that_is_written_while_its_neighbours_are_asked_for(bench: Be
 
     bench.store.get = get  # type: ignore[method-assign]
     bench.turns(10)
-    assert bench.watcher.latest_complete_step() == 29
-    assert bench.watcher.status().complete_steps == 30
-    assert bench.watcher.view.canonical() == from_scratch(bench.store).canonical()
+    assert bench.watcher.queries.latest_complete_step() == 29
+    assert bench.watcher.queries.status().complete_steps == 30
+    assert bench.watcher.queries.view.canonical() == from_scratch(bench.store).canonical()
 
 
 def test_whoever_asks_in_the_middle_of_a_look_gets_what_the_last_one_found(bench: Bench) -> None:
@@ -762,14 +766,14 @@ def test_whoever_asks_in_the_middle_of_a_look_gets_what_the_last_one_found(bench
 
     async def get(key: str, start: int = 0, stop: int | None = None) -> bytes:
         data = await found(key, start, stop)
-        standings.append(bench.watcher.step(1, TRAIN).standing)
+        standings.append(bench.watcher.queries.step(1, TRAIN).standing)
         return data
 
     bench.store.get = get  # type: ignore[method-assign]
     bench.turn()
     assert set(standings) == {"pending"}
     assert len(standings) >= 3
-    assert bench.watcher.step(1, TRAIN).standing == "complete"
+    assert bench.watcher.queries.step(1, TRAIN).standing == "complete"
 
 
 def test_a_hint_is_followed_at_once(bench: Bench) -> None:
@@ -787,7 +791,7 @@ def test_a_hint_is_followed_at_once(bench: Bench) -> None:
     bench.watcher.hint("nonsense", 0, 4)
     bench.watcher.hint("worker_9", 7, 4)
     bench.turn(0.0)
-    assert bench.watcher.latest_complete_step() == 4
+    assert bench.watcher.queries.latest_complete_step() == 4
     assert bench.requests.counts["get manifests"] == 1
 
 
@@ -819,7 +823,7 @@ def test_runs_below_a_place_are_found_as_they_appear(kind: str, tmp_path_factory
             watch.watcher()
         first = await asyncio.to_thread(begin, "a/run1")
         await until(lambda: watch.runs(), watch)
-        await until(lambda: watch.watcher().latest_complete_step() == 0, watch)
+        await until(lambda: watch.watcher().queries.latest_complete_step() == 0, watch)
         await asyncio.to_thread(begin, "run2")
         await until(lambda: len(watch.runs()) == 2, watch)
         assert set(watch.runs()) == {f"{store.url.rstrip('/')}/{n}" for n in ("a/run1", "run2")}
@@ -854,7 +858,7 @@ def test_who_asks_about_a_finished_run_that_was_resumed_is_told_of_that() -> Non
         await asyncio.sleep(0.02)  # longer than an answer holds, by the watch's own interval
         resumed = await watch.refreshed()
         assert resumed is not finished
-        assert (await resumed.wait_for_step(1, TRAIN, timeout_s=30)).standing == "complete"
+        assert (await resumed.queries.wait_for_step(1, TRAIN, timeout_s=30)).standing == "complete"
         stop.set()
         await running
         await watch.close()
@@ -874,11 +878,13 @@ def test_a_place_that_is_a_run_and_one_that_another_coordinator_has() -> None:
         stop, other_stop = asyncio.Event(), asyncio.Event()
         watch = DirectoryWatcher(store.url, store=store, interval_s=0.02)
         running = asyncio.create_task(watch.run(stop))
-        await until(lambda: watch.runs() and watch.watcher().latest_complete_step() == 0, watch)
+        await until(
+            lambda: watch.runs() and watch.watcher().queries.latest_complete_step() == 0, watch
+        )
         other = DirectoryWatcher(store.url, store=store, interval_s=0.02)
         standing_by = asyncio.create_task(other.run(other_stop))
         await until(lambda: other.runs() and other.watcher().state == "refused", other)
-        assert "--take-over" in other.watcher().status().detail
+        assert "--take-over" in other.watcher().queries.status().detail
         stop.set()
         await running
         await watch.close()

@@ -10,9 +10,10 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from smdist.coordination.service.poll_schedule import PollIntervals, WatchPolicy
 from smdist.coordination.service.run_watcher import RunWatcher
-from smdist.coordination.service.sharding import PollRequest, Shard, ShardedPoller
-from smdist.coordination.service.store_poller import PollIntervals, StorePoller
+from smdist.coordination.service.sharding import Call, PollRequest, Shard, ShardedPoller
+from smdist.coordination.service.store_poller import StorePoller
 from smdist.coordination.view.run_view import Fact, View, add
 from smdist.format.intervals import Members
 from smdist.format.manifest import RankManifest
@@ -55,18 +56,19 @@ class Shards:
         self.deeds["answers"] += 1
         return answer
 
-    def follow(
+    def make_poller(
         self,
         store: Store,
-        take: Callable[[Fact], None],
+        on_fact: Callable[[Fact], None],
         now: Callable[[], float],
-        rhythm: PollIntervals,
-    ) -> StorePoller:
-        def caller(index: int) -> Callable[[bytes], object]:
+        intervals: PollIntervals,
+        policy: WatchPolicy,
+    ) -> ShardedPoller:
+        def caller(index: int) -> Call:
             return lambda data: self.call(index, data)
 
         calls = [caller(index) for index in range(len(self.shards))]
-        return ShardedPoller(store, take, now, rhythm, run="", calls=calls)  # type: ignore[arg-type]
+        return ShardedPoller(store, on_fact, now, intervals, policy, run="", calls=calls)
 
 
 def carry_out(seed: int, count: int, trouble: float) -> tuple[Schedule, Shards, RunWatcher]:
@@ -100,7 +102,7 @@ def carry_out(seed: int, count: int, trouble: float) -> tuple[Schedule, Shards, 
                 store=store,
                 now=lambda: schedule.clock,
                 writer="same",
-                follow=shards.follow,
+                make_poller=shards.make_poller,
             )
             await watcher.open()
         await watcher.poll_once()
@@ -115,7 +117,7 @@ def test_the_view_is_the_one_from_scratch(count: int, trouble: float) -> None:
     done: Counter[str] = Counter()
     for seed in range(6):
         schedule, shards, watcher = carry_out(seed, count, trouble)
-        assert watcher.view.canonical() == from_scratch(schedule.store).canonical(), seed
+        assert watcher.queries.view.canonical() == from_scratch(schedule.store).canonical(), seed
         done += shards.deeds
     if trouble:
         kinds = ("restarted", "answer lost", "root restarted", "repeated")
@@ -147,7 +149,9 @@ def test_each_rank_has_one_shard() -> None:
     shards.shards = [Shard(index, 2, Watched(index), lambda: schedule.clock) for index in range(2)]
 
     async def look() -> None:
-        watcher = RunWatcher("", store=store, now=lambda: schedule.clock, follow=shards.follow)
+        watcher = RunWatcher(
+            "", store=store, now=lambda: schedule.clock, make_poller=shards.make_poller
+        )
         await watcher.open()
         await watcher.poll_once()
 
@@ -171,16 +175,16 @@ def test_a_call_that_is_executed_once_more_swallows_nothing(restarted: bool) -> 
     def take(fact: Fact) -> None:
         add(view, fact)
 
-    follow = ShardedPoller(store, take, lambda: clock[0], PollIntervals(), run="", calls=[call])
-    asyncio.run(follow.poll())
-    assert msgspec.msgpack.decode(sent[-1], type=PollRequest).tracks == ()
+    poller = ShardedPoller(store, take, lambda: clock[0], PollIntervals(), run="", calls=[call])
+    asyncio.run(poller.poll())
+    assert msgspec.msgpack.decode(sent[-1], type=PollRequest).cursors == ()
     writer.step(ModeKeys.TRAIN, 1, {}).flush()
     clock[0] += 40.0
     if restarted:
         shards[0] = Shard(0, 1, store, lambda: clock[0])
     asyncio.run(shards[0].poll(sent[-1]))
     clock[0] += 40.0
-    asyncio.run(follow.poll())
+    asyncio.run(poller.poll())
     known = view.rank(0, 0)
     assert known is not None
     assert known.seen == ((0, 2),)
@@ -203,13 +207,13 @@ def test_what_a_snapshot_lacks_of_a_rank_is_asked_for_again(lacking: int, there:
     def take(fact: Fact) -> None:
         add(view, fact)
 
-    follow = StorePoller(store, take, lambda: 1000.0)
-    follow.adopt(view, {}, ())
-    asyncio.run(follow.poll())
+    poller = StorePoller(store, take, lambda: 1000.0)
+    poller.resume_from(view, {}, ())
+    asyncio.run(poller.poll())
     known = view.rank(0, 0)
     assert known is not None
     assert (lacking in Members(known.seen)) == there
-    assert follow.tracks[0, 0].final
+    assert poller.tracks[0, 0].final
 
 
 def test_a_shard_that_is_gone_holds_up_nobody() -> None:
@@ -229,11 +233,11 @@ def test_a_shard_that_is_gone_holds_up_nobody() -> None:
             "",
             store=store,
             now=lambda: schedule.clock,
-            follow=lambda *facts: ShardedPoller(
+            make_poller=lambda *facts: ShardedPoller(
                 *facts,
                 run="",
                 calls=[lambda data: shards.call(0, data), gone],
-                patience_s=2.0,
+                timeout_s=2.0,
             ),
         )
         await watcher.open()
@@ -241,6 +245,6 @@ def test_a_shard_that_is_gone_holds_up_nobody() -> None:
         return watcher
 
     watcher = asyncio.run(look())
-    known = {rank for _, rank, known in watcher.view.ranks() if known.head is not None}
+    known = {rank for _, rank, known in watcher.queries.view.ranks() if known.head is not None}
     assert known == {0, 2}
-    assert any("shard 1 does not answer" in text for text in watcher.status().troubles)
+    assert any("shard 1 does not answer" in text for text in watcher.queries.status().troubles)

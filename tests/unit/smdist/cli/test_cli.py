@@ -65,8 +65,8 @@ def test_merge_passes_over_what_is_gone_and_says_so(tmp_path: Path) -> None:
     assert (code, "5 of 5 steps complete, 2 ranks" in text) == (0, True), text
     for rank in range(2):
         gone = f"trouble: manifests/worker_{rank}/000000-0000000"
-        assert f"{gone}0.json and 2 after it were passed over" in text
-        assert f"{gone}6.json was passed over" in text
+        assert f"{gone}0.json and 2 after it were skipped" in text
+        assert f"{gone}6.json was skipped" in text
 
 
 def test_merge_leaves_it_to_a_coordinator_that_is_at_work(tmp_path: Path) -> None:

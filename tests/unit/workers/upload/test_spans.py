@@ -194,9 +194,9 @@ def test_who_follows_finds_the_same_with_spans_and_without(built: MemoryStore, h
 def followed(store: MemoryStore) -> View:
     facts: list[Fact] = []
     clock = [1e12]  # long after the rank began
-    follow = StorePoller(store, facts.append, lambda: clock[0], PollIntervals(interval_s=0.0))
-    for _ in range(20 + 10 * 5):  # gaps are passed over after a silence
-        sync.run(follow.poll())
+    poller = StorePoller(store, facts.append, lambda: clock[0], PollIntervals(interval_s=0.0))
+    for _ in range(20 + 10 * 5):  # gaps are skipped after a silence
+        sync.run(poller.poll())
         clock[0] += 100
     assert [f.seq for f in facts if isinstance(f, RankManifest)] == sorted(
         int(k[-13:-5]) for k in store.objects if k.startswith("manifests/")
@@ -206,8 +206,8 @@ def followed(store: MemoryStore) -> View:
 
 def test_who_comes_late_to_follow_needs_few_requests(built: MemoryStore) -> None:
     store = copy(built)
-    follow = StorePoller(store, lambda _fact: None, lambda: 1e12, PollIntervals(interval_s=0.0))
-    found = sync.run(follow.poll())
+    poller = StorePoller(store, lambda _fact: None, lambda: 1e12, PollIntervals(interval_s=0.0))
+    found = sync.run(poller.poll())
     assert found.manifests == MANY
     assert store.asked["get spans"] == 3
     assert store.asked["get manifests"] == 12
@@ -216,15 +216,15 @@ def test_who_comes_late_to_follow_needs_few_requests(built: MemoryStore) -> None
 
 def test_one_that_fell_behind_catches_up_by_spans(built: MemoryStore) -> None:
     store = copy(built)
-    follow = StorePoller(store, lambda _fact: None, lambda: 1e12, PollIntervals(interval_s=0.0))
+    poller = StorePoller(store, lambda _fact: None, lambda: 1e12, PollIntervals(interval_s=0.0))
     hidden = {k: v for k, v in store.objects.items() if k.startswith(("manifests", "spans"))}
     early = {manifest_key("worker_0", 0, seq) for seq in range(20)}
     store.objects = {k: v for k, v in store.objects.items() if k not in hidden or k in early}
-    assert sync.run(follow.poll()).manifests == 20
+    assert sync.run(poller.poll()).manifests == 20
     store.objects.update(hidden)
     store.asked.clear()
-    follow.hint("worker_0", 0, MANY - 1)
-    assert sync.run(follow.poll()).manifests == MANY - 20
+    poller.hint("worker_0", 0, MANY - 1)
+    assert sync.run(poller.poll()).manifests == MANY - 20
     # 20..31, 240..255 and 288..299 by themselves, 14 and 2 spans of 16: there is none for 240.
     assert store.asked["get manifests"] == 12 + 16 + 12
     assert store.asked["get spans"] == 14 + 2
@@ -237,8 +237,8 @@ def test_a_long_backlog_is_read_a_share_at_a_time(spans: bool) -> None:
     build(store, 4096 + 256 + 3)
     store = store if spans else without_spans(store)
     counting = copy(store)
-    follow = StorePoller(counting, lambda _fact: None, lambda: 1e12, PollIntervals(interval_s=0.0))
-    found = [sync.run(follow.poll()).manifests for _ in range(3)]
+    poller = StorePoller(counting, lambda _fact: None, lambda: 1e12, PollIntervals(interval_s=0.0))
+    found = [sync.run(poller.poll()).manifests for _ in range(3)]
     assert sum(found) == 4096 + 256 + 3
     assert found[0] == 4096
     if spans:
@@ -251,7 +251,7 @@ def test_merging_once_passes_over_manifests_that_are_gone(built: MemoryStore) ->
     Harm(manifests={0, 1, 17, 18, 290}).do(store)
     merged = sync.run(merge_once(store))
     assert merged.status.manifests == MANY - 5
-    assert any("passed over" in text for text in merged.status.troubles)
+    assert any("skipped" in text for text in merged.status.troubles)
     with open_trial(store) as trial:
         assert len(trial.steps(show_incomplete_steps=True)) == MANY - 5
 

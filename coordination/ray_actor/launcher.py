@@ -44,7 +44,7 @@ from smdist.coordination.ray_actor.coordinator import (
 )
 from smdist.errors import ConfigurationError, CoordinationError
 
-__all__ = ["Attachment", "attach", "check_wheel", "coordinators", "find", "option", "start"]
+__all__ = ["Attachment", "address_option", "attach", "check_wheel", "coordinators", "find", "start"]
 
 # What a node needs besides smdist to run a coordinator, and aiobotocore for s3://.
 _NEEDED = ("numpy", "safetensors", "ml_dtypes", "msgspec", "google_crc32c")
@@ -283,11 +283,11 @@ def _check_same(attachment: Attachment, where: CoordinatorInfo, settings: Settin
         raise CoordinationError(
             f"{where.name} already watches {where.settings.watch} with other settings "
             f"({_differences(where.settings, settings)}); stop it first: "
-            f"smdist coordinator stop{option(attachment)} --watch {shlex.quote(where.settings.watch)}"
+            f"smdist coordinator stop{address_option(attachment)} --watch {shlex.quote(where.settings.watch)}"
         )
 
 
-def option(attachment: Attachment) -> str:
+def address_option(attachment: Attachment) -> str:
     """How a command reaches the same Ray."""
     return "" if attachment.local else f" --address {shlex.quote(attachment.address)}"
 

@@ -5,15 +5,13 @@ run_watcher          one run: poll, publish, answer; made of the next three
 run_follower         read new facts of a run into a view
 publisher            write snapshots: lease, packing, cleanup
 run_queries          status, missing ranks, wait for a step
-store_poller         what is new in the store; rank_reader, object_reader read it
+store_poller         what is new in the store; rank_reader reads one rank
 poll_schedule        when to read which rank, and the policy for merging once
 sharding             polling by several processes
 leadership, lease    one writer at a time
 snapshot_cleanup     remove what no reader needs
-snapshot_salvage     load a snapshot of which objects are damaged
 hint_server          hints of uploaders: read this rank now
 merge_once           one cycle without staying: `smdist merge`, the last uploader
-object_check         objects that a merged run names and that are gone
 """
 
 from __future__ import annotations

@@ -7,21 +7,34 @@ writes beside a coordinator at work.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from smdist.coordination.service.object_check import MissingObjects, find_missing_objects
 from smdist.coordination.service.poll_schedule import MERGE_ONCE
 from smdist.coordination.service.run_follower import RunFollower
 from smdist.coordination.service.run_watcher import RunWatcher
 from smdist.coordination.service.store_poller import StorePoller
+from smdist.coordination.view.run_view import StepKey, View
 from smdist.coordination.view.status import RunState, RunStatus
+from smdist.coordination.view.step_index import StepIndex
 from smdist.errors import CoordinationError
+from smdist.format.manifest import layout_key
+from smdist.identity import ModeKeys
 from smdist.storage.store import Store
 
-__all__ = ["MergeResult", "merge_once"]
+__all__ = ["MergeResult", "MissingObjects", "merge_once"]
 
 _CONCURRENCY = 32
+
+
+@dataclass(frozen=True)
+class MissingObjects:
+    """Objects that are gone: key -> number of steps; `complete_steps` lack one and count as complete."""
+
+    keys: dict[str, int]
+    complete_steps: int
 
 
 class MergeResult(NamedTuple):
@@ -92,3 +105,31 @@ async def _read_all(follower: RunFollower, watcher: RunWatcher) -> None:
         await follower.poll(publisher.renew, publisher.intervals.renew_s)
         if follower.poller.is_complete:
             return
+
+
+async def find_missing_objects(
+    store: Store, view: View, index: StepIndex, layouts: Collection[str]
+) -> MissingObjects:
+    """List the segments of a run and return what `view` names and is not there.
+
+    `layouts` are the digests of those that could be read, `index` holds the steps of `view`.
+    """
+    # Listed after the view was read: segments are stored before the manifests that name them.
+    stored = set(await store.list("segments/"))
+    users: dict[str, set[tuple[int, StepKey]]] = {}
+    for attempt, rank, _ in view.ranks():
+        for entry in view.entries(attempt, rank):
+            step = (attempt, (entry.mode, entry.mode_step))
+            if entry.segment.startswith("segments/") and entry.segment not in stored:
+                users.setdefault(entry.segment, set()).add(step)
+            if entry.layout and entry.layout not in layouts:
+                users.setdefault(layout_key(entry.layout), set()).add(step)
+    keys = {key: len(steps) for key, steps in sorted(users.items())}
+    affected = set[tuple[int, StepKey]]().union(*users.values())
+    return MissingObjects(keys, sum(_is_complete(index, *step) for step in affected))
+
+
+def _is_complete(index: StepIndex, attempt: int, key: StepKey) -> bool:
+    mode, mode_step = key
+    facts = index.find(mode_step, ModeKeys(mode))
+    return facts is not None and facts.attempt == attempt and facts.complete

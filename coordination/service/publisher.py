@@ -92,7 +92,9 @@ class SnapshotPublisher:
     def compact(self, view: View) -> View:
         """Return `view` with its step entries in columns, which take a tenth of the memory."""
         lease = self._lease
-        return compact_view(view, epoch=lease.epoch, number=lease.next_number(), writer=lease.writer)
+        return compact_view(
+            view, epoch=lease.epoch, number=lease.next_number(), writer=lease.writer
+        )
 
     async def publish_if_due(self, run_id: str, follower: RunFollower) -> bool:
         """Write a snapshot if it is time, else keep the lease; return whether one was written."""

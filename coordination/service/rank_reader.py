@@ -8,24 +8,28 @@ mostly "not found" when nothing is new. A backlog is listed once and read by spa
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, takewhile
+from typing import TypeVar
 
 from smdist.concurrency import bounded_gather
-from smdist.coordination.service.object_reader import ObjectReader
 from smdist.coordination.service.poll_schedule import PollIntervals, RankTrack, WatchPolicy
 from smdist.coordination.view.run_view import Fact
 from smdist.coordination.view.span_reader import read_in_order
-from smdist.errors import CorruptObject, SmdistError, StoreForbidden
+from smdist.errors import CorruptObject, ObjectNotFound, SmdistError, StoreForbidden
 from smdist.format.inline_segment import extract_segment
 from smdist.format.manifest import RankManifest, heartbeat_key
 from smdist.format.manifest_spans import ManifestSpan, covering_spans
 from smdist.format.session_checks import session_stand_in
-from smdist.storage.run_objects import SpanRequest
+from smdist.storage.run_objects import RunObjects, SpanRequest
+from smdist.storage.store import Store
 
-__all__ = ["PollCounts", "RankReader"]
+__all__ = ["ObjectReader", "PollCounts", "RankReader"]
+
+A = TypeVar("A")
+T = TypeVar("T")
 
 _SEQ = re.compile(r"(\d+)\.json")
 _MAX_WINDOW = 16  # manifests of a rank requested at once
@@ -33,6 +37,70 @@ _MAX_PER_RANK = 64  # manifests of a rank in one poll: snapshots go on while a b
 _MAX_BY_SPANS = 4096  # likewise, where one request is for many manifests
 _MAX_PER_POLL = 8192  # of all ranks; those without a turn come first in the next poll
 _MAX_GAP_CHECK_S = 3600.0
+_MAX_ERRORS = 8  # in a row: the store is down
+
+
+class ObjectReader:
+    """Reads objects although some cannot be read: `troubles` says by key what cannot, and why.
+
+    After several errors in a row the store counts as down, and `for_each` skips the rest.
+    """
+
+    def __init__(self, store: Store, concurrency: int) -> None:
+        self.store, self.objects = store, RunObjects(store)
+        self.troubles: dict[str, str] = {}
+        self.errors = 0  # in a row, without a success
+        self._concurrency = concurrency
+        self._unanswered: set[str] = set()
+
+    async def get(self, reading: Awaitable[T]) -> T | None:
+        """Await a read; None if the object is not there."""
+        try:
+            value = await reading
+        except ObjectNotFound:
+            self.errors = 0
+            return None
+        except CorruptObject:  # the store has answered
+            self.errors = 0
+            raise
+        except (SmdistError, OSError):
+            self.errors += 1
+            raise
+        self.errors = 0
+        return value
+
+    async def try_get(self, key: str, reading: Awaitable[T]) -> T | None:
+        """Await the read of `key`; None if it is not there or cannot be read, which is noted."""
+        self._unanswered.discard(key)
+        try:
+            value = await self.get(reading)
+        except (SmdistError, OSError) as error:
+            self.troubles[key] = f"{key} cannot be read: {error}"
+            if not isinstance(error, CorruptObject):
+                self._unanswered.add(key)
+            return None
+        self.troubles.pop(key, None)
+        return value
+
+    def was_answered(self, key: str) -> bool:
+        """Return whether the store answered when `key` was last tried."""
+        return key not in self._unanswered
+
+    async def list_keys(self, prefix: str, after: str) -> Sequence[str]:
+        try:
+            return await self.store.list(prefix, after=after)
+        except (SmdistError, OSError):
+            self.errors += 1
+            raise
+
+    async def for_each(self, call: Callable[[A], Awaitable[None]], items: Iterable[A]) -> None:
+        """Call for every item, several at a time; skip the rest when the store is down."""
+
+        async def call_if_up(item: A) -> None:
+            if self.errors < _MAX_ERRORS:
+                await call(item)
+
+        await bounded_gather(call_if_up, items, self._concurrency)
 
 
 @dataclass
@@ -119,7 +187,7 @@ class RankReader:
             return track.seq < limit and counts.manifests < _MAX_PER_POLL and not track.final
 
         after = track.key(first - 1) if first else ""
-        keys = set(await self.reader.list(track.prefix, after=after))
+        keys = set(await self.reader.list_keys(track.prefix, after=after))
         there = list(takewhile(lambda seq: track.key(seq) in keys, count(first)))
         await read_in_order(covering_spans(there), partial(self._span, track), take)
         track.schedule.listed = True
@@ -203,7 +271,7 @@ class RankReader:
         schedule.gap_check_at = self.now() + schedule.gap_check_s
         after = track.key(track.seq - 1) if track.seq else ""
         try:
-            keys = await self.reader.list(track.prefix, after=after)
+            keys = await self.reader.list_keys(track.prefix, after=after)
         except (SmdistError, OSError):
             return
         names = (_SEQ.fullmatch(key.removeprefix(track.prefix)) for key in keys)

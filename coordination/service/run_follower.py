@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from smdist.coordination.service.leadership import PendingFacts
 from smdist.coordination.service.poll_schedule import PollIntervals, WatchPolicy
-from smdist.coordination.service.snapshot_salvage import load_readable
 from smdist.coordination.service.store_poller import PollCounts, RunPoller
 from smdist.coordination.snapshot.head import Pointer
+from smdist.coordination.snapshot.salvage import load_readable
 from smdist.coordination.view.membership import (
     LivenessTimeouts,
     RankReport,

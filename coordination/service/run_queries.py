@@ -67,8 +67,13 @@ class RunQueries:
         return self._run.follower.index.latest_complete(mode)
 
     def step(self, step: int, mode: ModeKeys = GLOBAL) -> StepReport:
+        """Return who has the step. Until the first poll a step that nobody saved may still come."""
         follower = self._run.follower
-        return follower.index.report(follower.view, follower.reports(), step, mode)
+        report = follower.index.report(follower.view, follower.reports(), step, mode)
+        is_read = follower.polled or self._run.state is RunState.FINISHED
+        if report.standing == "not saved" and not is_read:
+            return StepReport(step, mode.name, "pending")
+        return report
 
     def missing(self, step: int, mode: ModeKeys = GLOBAL) -> dict[int, str]:
         """Return rank -> reason for each rank that lacks the step; empty if it is complete.

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
-from smdist.coordination.service.object_reader import ObjectReader
 from smdist.coordination.service.poll_schedule import (
     LIVE,
     PollIntervals,
@@ -22,7 +21,7 @@ from smdist.coordination.service.poll_schedule import (
     WatchPolicy,
     resume_track,
 )
-from smdist.coordination.service.rank_reader import PollCounts, RankReader
+from smdist.coordination.service.rank_reader import ObjectReader, PollCounts, RankReader
 from smdist.coordination.view.membership import LastContact
 from smdist.coordination.view.run_view import Fact, View, World
 from smdist.errors import SmdistError
@@ -138,7 +137,9 @@ class StorePoller:
 
     def last_contacts(self) -> dict[Owner, LastContact]:
         """Return when each rank was heard of, by our clock."""
-        return {o: LastContact(t.first_seen_at, t.read_at, t.alive_at) for o, t in self.tracks.items()}
+        return {
+            o: LastContact(t.first_seen_at, t.read_at, t.alive_at) for o, t in self.tracks.items()
+        }
 
     def resume_from(
         self,
@@ -299,9 +300,7 @@ class StorePoller:
     def _add_rank(self, session: Session, counts: PollCounts) -> RankTrack:
         self._accept_session(session, counts)
         owner, started = (session.attempt, session.rank), session.started
-        track = RankTrack(
-            *owner, read_at=self._now(), reported_at=started, session=session.session
-        )
+        track = RankTrack(*owner, read_at=self._now(), reported_at=started, session=session.session)
         self.tracks[owner] = track
         return track
 

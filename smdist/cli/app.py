@@ -1,4 +1,4 @@
-"""Commands and their options; each command's work is in the module of its name."""
+"""Commands and their options. The work of each command is in a module that is imported on use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="smdist",
-    help="Tensors of every rank of a distributed training job, at one consistent step.",
+    help="Record and read tensors of every rank of a distributed training job.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -21,11 +21,11 @@ app = typer.Typer(
 
 @app.command()
 def version() -> None:
-    """Say which version this is, and whether its compiled kernel is in use."""
+    """Print the version, and whether the compiled kernel is in use."""
     from smdist import kernel
 
     typer.echo(f"smdist {smdist.__version__}")
-    typer.echo(f"kernel: {'compiled' if kernel.compiled else 'numpy, which is slower'}")
+    typer.echo(f"kernel: {'compiled' if kernel.compiled else 'numpy (slower)'}")
 
 
 @app.command()
@@ -33,55 +33,56 @@ def recover(
     spools: Annotated[
         Optional[list[Path]],  # noqa: UP045 - read at run time, also by Python 3.10
         typer.Argument(
-            metavar="[SPOOL]...", help="Folders to send; by default all that are found."
+            metavar="[SPOOL]...", help="Folders to upload. Default: all that are found."
         ),
     ] = None,
     force: Annotated[
         bool,
         typer.Option(
             "--force",
-            help="The training process is surely gone; do not check. If the run that is there is "
-            "another job's, store it as one more attempt of that.",
+            help="Do not check that the training process has ended. If another job's run is at the "
+            "destination, store the data there as one more attempt.",
         ),
     ] = False,
     give_up_s: Annotated[
-        float, typer.Option(help="How long to try while the store refuses, in seconds.")
+        float, typer.Option(help="Seconds to retry while the store refuses.")
     ] = 60.0,
 ) -> None:
-    """Send what dead training processes left behind to the run it belongs to."""
+    """Upload what dead training processes left in their buffers."""
     from smdist.cli.recover import run
 
     raise typer.Exit(run(spools or [], force=force, give_up_s=give_up_s))
 
 
-@app.command()
-def trial(
-    path: Annotated[str, typer.Argument(help="Where the run is: a directory or a URL.")],
-) -> None:
-    """Say what a run holds: its ranks, its steps, and who is missing."""
-    from smdist.cli.trial import run
+_Run = Annotated[str, typer.Argument(help="The run: a directory or a URL.")]
 
-    raise typer.Exit(run(path))
+
+@app.command()
+def trial(path: _Run) -> None:
+    """Describe a run: its ranks, its steps, and what is missing."""
+    from smdist.cli.runs import describe
+
+    raise typer.Exit(describe(path))
 
 
 @app.command()
 def merge(
-    path: Annotated[str, typer.Argument(help="Where the run is: a directory or a URL.")],
+    path: _Run,
     take_over: Annotated[
-        bool, typer.Option("--take-over", help="Also if a coordinator seems to be at work.")
+        bool, typer.Option("--take-over", help="Merge even if a coordinator seems to be active.")
     ] = False,
 ) -> None:
-    """Write down the merged view of a run once, so that it opens with a handful of requests.
+    """Merge a run once, so that it opens with a few requests.
 
-    A finished run has one already, unless a rank was left without its uploader.
+    A finished run is merged already, unless the uploader of a rank was killed.
     """
-    from smdist.cli.merge import run
+    from smdist.cli.runs import merge as run
 
     raise typer.Exit(run(path, take_over=take_over))
 
 
 coordinator = typer.Typer(
-    help="The Ray actor that merges runs while they are written. Runs can be read without it.",
+    help="Merge runs while they are written, in a Ray actor. Runs can be read without it.",
     no_args_is_help=True,
 )
 app.add_typer(coordinator, name="coordinator")
@@ -90,41 +91,41 @@ _Address = Annotated[
     str,
     typer.Option(
         envvar="RAY_ADDRESS",
-        help="Which Ray: local (one of your own on this machine), auto (the cluster this machine "
-        "belongs to), host:port, or ray://host:10001.",
+        help="Which Ray: local (your own on this machine), auto (the cluster of this machine), "
+        "host:port, or ray://host:10001.",
     ),
 ]
 
 
 @coordinator.command()
 def start(
-    watch: Annotated[str, typer.Option(help="A run, or a place below which runs are or will be.")],
+    watch: Annotated[str, typer.Option(help="A run, or a directory or URL that holds runs.")],
     address: _Address = "local",
     interval_s: Annotated[
-        float, typer.Option("--interval", help="How often to look at the store, in seconds.")
+        float, typer.Option("--interval", help="Seconds between two reads of a rank.")
     ] = 1.0,
     lost_after_s: Annotated[
         float,
-        typer.Option("--lost-after", help="A rank without a sign of life so long is lost (s)."),
+        typer.Option("--lost-after", help="Seconds of silence after which a rank is lost."),
     ] = 60.0,
     lagging_after_s: Annotated[
-        float, typer.Option("--lagging-after", help="A rank so far behind is lagging (s).")
+        float, typer.Option("--lagging-after", help="Seconds behind which a rank is lagging.")
     ] = 30.0,
     shards: Annotated[
-        int, typer.Option(help="Processes that read the ranks; more for thousands of them.")
+        int, typer.Option(help="Processes that read ranks. Use more for thousands of ranks.")
     ] = 1,
     take_over: Annotated[
-        bool, typer.Option("--take-over", help="Make another coordinator of these runs stop.")
+        bool, typer.Option("--take-over", help="Replace another coordinator of these runs.")
     ] = False,
     wheel: Annotated[
         Optional[Path],  # noqa: UP045 - read at run time, also by Python 3.10
-        typer.Option(help="What to run on a cluster; by default what runs here, if it differs."),
+        typer.Option(help="smdist wheel for the cluster. Default: the code that runs here."),
     ] = None,
-    follow: Annotated[bool, typer.Option("--follow", help="Stay and tell what changes.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Stay and print changes.")] = False,
 ) -> None:
-    """Start the coordinator of a place, or find that it runs."""
+    """Start the coordinator of a directory or URL, if it does not run yet."""
     from smdist.cli.coordinator import start as run
-    from smdist.coordination.ray_actor.coordinator import Settings
+    from smdist.coordinator import Settings
     from smdist.errors import ConfigurationError
 
     try:
@@ -139,11 +140,11 @@ def start(
 @coordinator.command()
 def status(
     address: _Address = "local",
-    watch: Annotated[str, typer.Option(help="Only the coordinator of this place.")] = "",
+    watch: Annotated[str, typer.Option(help="Only the coordinator of this URL.")] = "",
     run: Annotated[str, typer.Option(help="Only this run: its URL, id, or name.")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
-    """Ranks and steps as the coordinators on a Ray see them."""
+    """Show ranks and steps as the coordinators of a Ray see them."""
     from smdist.cli.coordinator import status as show
 
     raise typer.Exit(show(address, watch, run, as_json))
@@ -152,9 +153,9 @@ def status(
 @coordinator.command()
 def stop(
     address: _Address = "local",
-    watch: Annotated[str, typer.Option(help="Only the coordinator of this place.")] = "",
+    watch: Annotated[str, typer.Option(help="Only the coordinator of this URL.")] = "",
 ) -> None:
-    """End coordinators kindly; a local Ray with none left is stopped too."""
+    """Stop coordinators. A local Ray without coordinators is stopped too."""
     from smdist.cli.coordinator import stop as end
 
     raise typer.Exit(end(address, watch))

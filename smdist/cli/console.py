@@ -1,4 +1,4 @@
-"""What commands print. Names and reasons come from runs that anybody may have written."""
+"""Print for commands. Names and reasons come from runs that anybody may have written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ __all__ = ["PlainConsole", "complain"]
 
 
 class PlainConsole(Console):
-    """Text is shown as it is: it neither steers the terminal nor is taken for markup."""
+    """A console that prints text as it is: no terminal control, no markup."""
+
+    def __init__(self) -> None:
+        super().__init__(highlight=False, soft_wrap=True)
 
     def print(self, *objects: Any, **options: Any) -> None:
         shown = (printable(one) if isinstance(one, str) else one for one in objects)
@@ -21,4 +24,5 @@ class PlainConsole(Console):
 
 
 def complain(message: object) -> None:
+    """Print an error message to stderr."""
     print(f"smdist: {printable(str(message))}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`smdist coordinator`: start, see and stop the actor that merges runs while they are written."""
+"""`smdist coordinator`: start, show and stop the actor that merges runs while they are written."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from smdist.cli.console import PlainConsole, complain
-from smdist.coordination.ray_actor import launcher
-from smdist.coordination.ray_actor import local_head as local_ray
+from smdist.coordination.ray_actor import launcher, local_head
 from smdist.coordination.ray_actor.client import CoordinatorClient
 from smdist.coordination.ray_actor.coordinator import (
     NAMESPACE,
@@ -25,77 +24,78 @@ from smdist.coordination.ray_actor.coordinator import (
     check_watch_url,
 )
 from smdist.coordination.ray_actor.launcher import Attachment
-from smdist.coordination.view.status import RunStatus
+from smdist.coordination.view.status import RunState, RunStatus
 from smdist.errors import CoordinationError, SmdistError
 from smdist.messages import printable
 
 __all__ = ["start", "status", "stop"]
 
-_LOOK_S = 15.0  # how long `start` waits for something to tell about the runs
-_REACH_S = 30.0  # and for the first look at the place, more than a request may take
+_FIRST_RUNS_S = 15.0  # how long `start` waits until each run was read
+_FIRST_SCAN_S = 30.0  # and until runs were listed, longer than a request may take
 _ANSWER_S = 5.0
-_LEASE = "its lease was not handed back, the next one may have to wait for that"
-_MARGIN_S = 15.0  # after a lease has ended, until who stands by has noticed
-_BAD = {"refused", "superseded", "failed"}
+_LEASE_KEPT = "its lease was not released, so the next coordinator may have to wait for its end"
+_MARGIN_S = 15.0  # after the end of a lease, until a waiting coordinator has noticed
 _STYLES = {"active": "green", "lagging": "yellow", "ended": "dim", "lost": "red"}
+
+Runs = dict[str, RunStatus]
 
 
 def start(address: str, settings: Settings, wheel: Path | None, follow: bool) -> int:
-    """Exit code: 0 when it watches, 1 when something said no; with `follow`, 0 once it is stopped."""
-    with _told() as outcome:
+    """Start a coordinator and print its runs; return the exit code.
+
+    It is 0 if the coordinator watches, 1 if something failed. With `follow` it is 0 once the
+    coordinator was stopped.
+    """
+    with _errors_printed() as outcome:
         # Before any Ray is started.
         settings = msgspec.structs.replace(settings, watch=check_watch_url(settings.watch))
         if wheel is not None:
             launcher.check_wheel(wheel)
-        console = _console()
+        console = PlainConsole()
         with launcher.attach(address) as ray:
             client = launcher.start(ray, settings, wheel_path=wheel)
-            where = client.info()
-            _print_start(console, ray, where)
-            runs, trouble = _first_look(client)
-            for one in runs.values():
-                console.print(_headline(one))
+            _print_start(console, ray, client.info())
+            runs, trouble = _wait_for_runs(client)
+            for run in runs.values():
+                console.print(_headline(run))
             if trouble:
-                console.print(f"trouble: {trouble}; it goes on trying")
+                console.print(f"trouble: {trouble}. The coordinator keeps trying.")
             elif not runs:
-                console.print("no run there yet; it waits for the first rank")
+                console.print("no run yet; waiting for the first rank")
             if follow:
                 _follow(console, lambda: launcher.find(ray, settings.watch))
                 return 0
-            if any(one.state == "refused" for one in runs.values()):
-                runs = _stand_by(console, client, settings.lease_s + _MARGIN_S)
-            outcome.code = int(bool(trouble) or any(one.state in _BAD for one in runs.values()))
+            if any(run.state is RunState.REFUSED for run in runs.values()):
+                runs = _wait_for_lease(console, client, settings.lease_s + _MARGIN_S)
+            outcome.code = int(bool(trouble) or _any_error(runs))
     return outcome.code
 
 
 def status(address: str, watch: str, run: str, as_json: bool) -> int:
-    """Exit code: 0 when a coordinator answered and every run it was asked for is in its hands."""
-    with _told() as outcome, launcher.attach(address, start_local=False) as ray:
-        found = _chosen(ray, watch)
-        answers = [(client.info(), _runs(client, run)) for client in found]
+    """Print the status of coordinators; return 0 if all answer and none has an error."""
+    with _errors_printed() as outcome, launcher.attach(address, start_local=False) as ray:
+        answers = [(client.info(), _runs(client, run)) for client in _chosen(ray, watch)]
         if as_json:
-            listed = [{"coordinator": where, "runs": runs} for where, runs in answers]
-            # Escaped: programs read the same, and a terminal shows what is there.
+            listed = [{"coordinator": info, "runs": runs} for info, runs in answers]
+            # Escaped: programs read the same, and nothing controls a terminal.
             text = json.dumps(msgspec.to_builtins(listed, str_keys=True), indent=2)
             print(text.replace("\x7f", "\\u007f"))
         else:
-            for where, runs in answers:
-                _print_status(_console(), where, runs)
-        outcome.code = int(
-            any(where.trouble for where, _ in answers)
-            or any(one.state in _BAD for _, runs in answers for one in runs.values())
-        )
+            for info, runs in answers:
+                _print_status(PlainConsole(), info, runs)
+        outcome.code = int(any(info.trouble or _any_error(runs) for info, runs in answers))
     return outcome.code
 
 
 def stop(address: str, watch: str) -> int:
-    with _told() as outcome:
-        console, local = _console(), address == "local"
+    """Stop coordinators, and a local Ray without any; return the exit code."""
+    with _errors_printed() as outcome:
+        console, local = PlainConsole(), address == "local"
         with ExitStack() as attached:
             try:
                 ray = attached.enter_context(launcher.attach(address, start_local=False))
             except SmdistError:
-                if not local or not local_ray.stop():
+                if not local or not local_head.stop():
                     raise
                 console.print("stopped the local Ray, which did not answer")
                 return 0
@@ -105,8 +105,8 @@ def stop(address: str, watch: str) -> int:
             for client in found:
                 console.print(_stop(client))
             left = launcher.coordinators(ray)
-        if local and not left and local_ray.stop():
-            console.print("stopped the local Ray, as nothing else ran on it")
+        if local and not left and local_head.stop():
+            console.print("stopped the local Ray: no coordinator is left")
     return outcome.code
 
 
@@ -115,10 +115,10 @@ def _stop(client: CoordinatorClient) -> str:
         watched = client.info(timeout_s=_ANSWER_S).settings.watch
     except (TimeoutError, CoordinationError):
         client.kill()
-        return f"{client.name} did not answer, and was ended; {_LEASE}"
+        return f"killed {client.name}, which did not answer; {_LEASE_KEPT}"
     if client.stop():
         return f"stopped {client.name}; {watched} keeps its snapshots"
-    return f"{client.name} did not stop in time, and was ended; {watched} keeps its snapshots; {_LEASE}"
+    return f"killed {client.name}, which did not stop in time; {watched} keeps its snapshots; {_LEASE_KEPT}"
 
 
 class _Outcome:
@@ -126,27 +126,23 @@ class _Outcome:
 
 
 @contextmanager
-def _told() -> Iterator[_Outcome]:
-    """Our own errors are for people: their message, and exit code 1."""
+def _errors_printed() -> Iterator[_Outcome]:
+    """Print errors of smdist as messages and set exit code 1."""
     outcome = _Outcome()
     try:
         yield outcome
     except SmdistError as error:
+        outcome.code = 1
         complain(error)
-        outcome.code = 1
     except TimeoutError as error:
+        outcome.code = 1
         complain(
-            f"the coordinator does not answer: {error}; "
-            "if that lasts: smdist coordinator stop, then start"
+            f"the coordinator does not answer: {error}. "
+            "If that persists: smdist coordinator stop, then start"
         )
-        outcome.code = 1
     except ConnectionError as error:
-        complain(f"Ray does not answer any more: {error}")
         outcome.code = 1
-
-
-def _console() -> PlainConsole:
-    return PlainConsole(highlight=False, soft_wrap=True)
+        complain(f"Ray does not answer any more: {error}")
 
 
 def _chosen(ray: Attachment, watch: str) -> list[CoordinatorClient]:
@@ -154,7 +150,8 @@ def _chosen(ray: Attachment, watch: str) -> list[CoordinatorClient]:
         found = launcher.coordinators(ray)
         if not found:
             raise CoordinationError(
-                f"no coordinator on the Ray at {ray.address}: smdist coordinator start --watch URL"
+                f"no coordinator on the Ray at {ray.address}. "
+                "Start one: smdist coordinator start --watch URL"
             )
         return found
     url = canonical_url(watch)
@@ -164,152 +161,150 @@ def _chosen(ray: Attachment, watch: str) -> list[CoordinatorClient]:
     return [client]
 
 
-def _runs(client: CoordinatorClient, run: str) -> dict[str, RunStatus]:
+def _runs(client: CoordinatorClient, run: str) -> Runs:
     if not run:
         return client.runs()
-    one = client.status(run)
-    return {one.url: one}
+    found = client.status(run)
+    return {found.url: found}
 
 
-def _first_look(client: CoordinatorClient) -> tuple[dict[str, RunStatus], str]:
-    """Runs, once there is something to tell about each, and what keeps it from finding some."""
+def _any_error(runs: Runs) -> bool:
+    return any(run.state.is_error for run in runs.values())
+
+
+def _wait_for_runs(client: CoordinatorClient) -> tuple[Runs, str]:
+    """Wait until each run was read once; return the runs, and why runs cannot be listed."""
     began = time.monotonic()
     while True:
-        where, runs = client.info(), client.runs()
+        info, runs = client.info(), client.runs()
         waited_s = time.monotonic() - began
-        if not where.looked and not where.trouble:
-            if waited_s > _REACH_S:
-                return runs, f"{where.settings.watch} gives no answer"
-        elif waited_s > _LOOK_S or all(
-            one.state not in ("opening", "waiting") for one in runs.values()
-        ):
-            return runs, where.trouble
+        if not info.looked and not info.trouble:
+            if waited_s > _FIRST_SCAN_S:
+                return runs, f"{info.settings.watch} does not answer"
+        elif waited_s > _FIRST_RUNS_S or not any(run.state.is_starting for run in runs.values()):
+            return runs, info.trouble
         time.sleep(0.1)
 
 
-def _stand_by(
-    console: PlainConsole, client: CoordinatorClient, most_s: float
-) -> dict[str, RunStatus]:
-    """Wait for the lease of another one, which ends by itself if that one died with its Ray."""
+def _wait_for_lease(console: PlainConsole, client: CoordinatorClient, max_s: float) -> Runs:
+    """Wait for the end of another coordinator's lease, which comes if that one died with its Ray."""
     console.print(
-        f"it stands by, and takes over when the lease of the other one ends; waiting {most_s:.0f} s "
-        "for that (Ctrl-C ends this command, not the coordinator)",
+        f"standing by: waiting up to {max_s:.0f} s for the other coordinator's lease to end "
+        "(Ctrl-C ends this command, not the coordinator)",
     )
-    deadline, told = time.monotonic() + most_s, set[str]()
+    deadline, printed = time.monotonic() + max_s, set[str]()
     try:
         while True:
             runs = client.runs()
-            for url, one in runs.items():
-                if one.state not in ("refused", "opening", "waiting") and url not in told:
-                    told.add(url)
-                    console.print(_headline(one))
-            if len(told) == len(runs):
+            for url, run in runs.items():
+                waits = run.state is RunState.REFUSED or run.state.is_starting
+                if not waits and url not in printed:
+                    printed.add(url)
+                    console.print(_headline(run))
+            if len(printed) == len(runs):
                 return runs
             if time.monotonic() > deadline:
-                if any(one.state == "refused" for one in runs.values()):
-                    console.print("the other one lives; this one goes on standing by")
+                if any(run.state is RunState.REFUSED for run in runs.values()):
+                    console.print("the other coordinator is alive; this one keeps standing by")
                 return runs
             time.sleep(0.5)
     except KeyboardInterrupt:
-        console.print("the coordinator goes on")
+        console.print("the coordinator keeps running")
         return client.runs()
 
 
 def _follow(console: PlainConsole, find: Callable[[], CoordinatorClient | None]) -> None:
-    """Tell what changes until interrupted, or until somebody has stopped the coordinator."""
-    told, missed = dict[str, str](), False
+    """Print changes until interrupted, or until the coordinator was stopped."""
+    printed, failed = dict[str, str](), False
     console.print("following; Ctrl-C ends this command, not the coordinator")
     try:
         while (client := find()) is not None:
             try:
-                runs, missed = client.runs(), False
-            except CoordinationError:  # it has ended since, and its name goes a moment later
-                if missed:
+                runs, failed = client.runs(), False
+            except CoordinationError:  # it has just ended; Ray keeps its name for a moment
+                if failed:
                     raise
-                runs, missed = {}, True
-            for url, one in runs.items():
-                line = _headline(one)
-                if told.get(url) != line:
-                    told[url] = line
+                runs, failed = {}, True
+            for url, run in runs.items():
+                line = _headline(run)
+                if printed.get(url) != line:
+                    printed[url] = line
                     console.print(line)
             time.sleep(1.0)
         console.print("the coordinator was stopped")
     except KeyboardInterrupt:
-        console.print("the coordinator goes on")
+        console.print("the coordinator keeps running")
 
 
-# -- what people see -----------------------------------------------------------------------------
+# -- output --------------------------------------------------------------------------------------
 
 
-def _print_start(console: PlainConsole, ray: Attachment, where: CoordinatorInfo) -> None:
-    kind = "a Ray of this user on this machine" if ray.local else "Ray"
-    option = launcher.option(ray)
-    watch = shlex.quote(where.settings.watch)
+def _print_start(console: PlainConsole, ray: Attachment, info: CoordinatorInfo) -> None:
+    kind = "your own Ray on this machine" if ray.local else "Ray"
+    option, settings = launcher.address_option(ray), info.settings
     rows = {
-        "runs on": f"{kind}, {ray.address} (process {where.pid} on {where.host})",
+        "runs on": f"{kind}, {ray.address} (process {info.pid} on {info.host})",
         "namespace": NAMESPACE,
-        "name": where.name,
-        "watches": f"{where.settings.watch}, every {where.settings.interval_s:g} s",
-        "lost after": f"{where.settings.lost_after_s:g} s without a sign of life",
+        "name": info.name,
+        "watches": f"{settings.watch}, every {settings.interval_s:g} s",
+        "lost after": f"{settings.lost_after_s:g} s without a sign of life",
         "see": f"smdist coordinator status{option}",
-        "stop": f"smdist coordinator stop{option} --watch {watch}",
+        "stop": f"smdist coordinator stop{option} --watch {shlex.quote(settings.watch)}",
     }
     for name, value in rows.items():
         console.print(Text(f"{name:<12}", style="dim").append(printable(value), style="default"))
 
 
-def _headline(one: RunStatus) -> str:
+def _headline(run: RunStatus) -> str:
     counts = ", ".join(
         f"{number} {status}"
-        for attempt in one.attempts[-1:]
+        for attempt in run.attempts[-1:]
         for status, number in attempt.ranks.items()
     )
-    parts = [f"{one.run_id or one.url}: {one.state}"]
-    if one.detail:
-        parts.append(one.detail)
+    parts = [f"{run.run_id or run.url}: {run.state}"]
+    if run.detail:
+        parts.append(run.detail)
     if counts:
         parts.append(f"ranks: {counts}")
-    step = one.latest_complete.get("GLOBAL", -1)
+    step = run.latest_complete.get("GLOBAL", -1)
     if step >= 0:
         parts.append(f"complete up to step {step}")
     return "; ".join(parts)
 
 
-def _print_status(
-    console: PlainConsole, where: CoordinatorInfo, runs: dict[str, RunStatus]
-) -> None:
-    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(where.since))
+def _print_status(console: PlainConsole, info: CoordinatorInfo, runs: Runs) -> None:
+    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(info.since))
     console.print(
-        f"{where.name} in {NAMESPACE}, process {where.pid} on {where.host} since {since}, "
-        f"watches {where.settings.watch}",
+        f"{info.name} in {NAMESPACE}, process {info.pid} on {info.host} since {since}, "
+        f"watches {info.settings.watch}",
     )
-    if where.trouble:
-        console.print(f"trouble: {where.trouble}", style="red")
+    if info.trouble:
+        console.print(f"trouble: {info.trouble}", style="red")
     if not runs:
-        console.print("no run there yet")
-    for one in runs.values():
+        console.print("no run yet")
+    for run in runs.values():
         console.print()
-        console.print(f"{one.run_id}  {one.url}", style="bold")
-        console.print(_headline(one))
+        console.print(f"{run.run_id}  {run.url}", style="bold")
+        console.print(_headline(run))
         console.print(
-            f"steps: {one.complete_steps} of {one.steps} complete, last one seen {one.last_step}; "
-            f"snapshot {one.number}; {one.manifests} manifests read",
+            f"steps: {run.complete_steps} of {run.steps} complete, last one seen {run.last_step}; "
+            f"snapshot {run.number}; {run.manifests} manifests read",
         )
-        console.print(_rank_table(one))
-        for text in one.troubles:
+        console.print(_rank_table(run))
+        for text in run.troubles:
             console.print(f"trouble: {text}", style="yellow")
 
 
-def _rank_table(one: RunStatus) -> Table:
+def _rank_table(run: RunStatus) -> Table:
     table = Table("rank", "status", "last step", "behind", "last seen", "reason")
-    for line in one.ranks:
+    for line in run.ranks:
         behind = f"{line.behind_steps} steps, {line.behind_s:.0f} s" if line.behind_steps else ""
         table.add_row(
             str(line.rank),
             Text(line.status, style=_STYLES.get(line.status, "")),
             str(line.step) if line.step >= 0 else "-",
             behind,
-            f"{max(0.0, one.time - line.last_seen):.0f} s ago" if line.last_seen else "never",
+            f"{max(0.0, run.time - line.last_seen):.0f} s ago" if line.last_seen else "never",
             Text(printable(line.reason)),
         )
     return table

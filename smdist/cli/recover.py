@@ -1,4 +1,4 @@
-"""`smdist recover`: what is left of dead processes, spool by spool."""
+"""`smdist recover`: upload the spools that dead training processes left behind."""
 
 from __future__ import annotations
 
@@ -26,30 +26,33 @@ __all__ = ["run"]
 
 
 def run(spools: Sequence[Path], *, force: bool, give_up_s: float) -> int:
-    """Exit code: 0 when nothing is left that could have been sent, nor was refused."""
-    console = PlainConsole(highlight=False, soft_wrap=True)
+    """Send the given spools, or all that are found; return the exit code.
+
+    It is 0 if everything that could be sent was sent and nothing was refused.
+    """
+    console = PlainConsole()
     refused: list[str] = []
-    places = list(spools or default_roots())
-    found = [one for path in places for one in _below(path, bool(spools), refused)]
+    paths = list(spools or default_roots())
+    found = [one for path in paths for one in _spools_at(path, bool(spools), refused)]
     for message in refused:
         console.print(f"refused: {message}")
     if not found:
-        where = ", ".join(map(str, places))
-        hint = "" if spools else "; name the folder if a hook was given another spool_dir"
+        where = ", ".join(map(str, paths))
+        hint = "" if spools else ". Name the folder if the hook had another spool_dir."
         console.print(f"nothing to recover: no spools of this user in {where}{hint}")
         return 1 if refused else 0
     sent = [
-        _one(console, path, bool(spools), force=force, give_up_s=give_up_s)
-        or (path not in spools and not path.exists())  # its own uploader was quicker
+        _send_one(console, path, bool(spools), force=force, give_up_s=give_up_s)
+        or (path not in spools and not path.exists())  # its own uploader was faster
         for path in found
     ]
     return 0 if all(sent) and not refused else 1
 
 
-def _below(path: Path, named: bool, refused: list[str]) -> list[Path]:
-    """A spool itself, or all that hooks have put into a folder that they were given as spool_dir.
+def _spools_at(path: Path, named: bool, refused: list[str]) -> list[Path]:
+    """Return `path` if it is a spool, else the spools below a hook's spool_dir.
 
-    Leftovers, in which there is nothing to send, are removed.
+    Spools without anything to send are removed.
     """
     place = Path(os.path.abspath(path))
     if named and not os.path.lexists(private_root(place)):
@@ -58,17 +61,19 @@ def _below(path: Path, named: bool, refused: list[str]) -> list[Path]:
     return find_spools([place], refused.append)
 
 
-def _one(console: PlainConsole, path: Path, named: bool, *, force: bool, give_up_s: float) -> bool:
-    """False when it should have been sent; one that is in use is a failure only if it was named."""
+def _send_one(
+    console: PlainConsole, path: Path, named: bool, *, force: bool, give_up_s: float
+) -> bool:
+    """Send a spool; return False if that failed. A spool in use is a failure only if it was named."""
     try:
         done = _send(console, path, force=force, give_up_s=give_up_s)
     except (SpoolBusy, TrainerAlive) as error:
-        console.print(f"left alone: {error}")
+        console.print(f"skipped: {error}")
         return not named
     except (SmdistError, OSError) as error:
-        console.print(f"not sent: {path}: {error}")
+        console.print(f"failed: {path}: {error}")
         return False
-    console.print(_told(done))
+    console.print(_format_result(done))
     return True
 
 
@@ -92,7 +97,7 @@ def _send(console: PlainConsole, path: Path, *, force: bool, give_up_s: float) -
         )
 
 
-def _told(done: Recovered) -> str:
+def _format_result(done: Recovered) -> str:
     steps = count_of(done.steps, "step")
     what = f"{steps}, {readable_bytes(done.nbytes)}" if done.nbytes else "nothing was missing"
     how = f"{done.state}: {done.reason}" if done.reason else done.state

@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import smdist.cli.merge
-import smdist.cli.trial
+import smdist.cli.runs
 from smdist import create_trial, modes
 from smdist.errors import SmdistError
 from smdist.format.manifest import Session
@@ -119,10 +118,10 @@ def read(path: str) -> Report:
         with report.asking(f"opening it {what}"), create_trial(path) as trial:
             questions(trial, report)
         with report.asking("smdist trial"):
-            report.command(lambda: smdist.cli.trial.run(path))
+            report.command(lambda: smdist.cli.runs.describe(path))
         if what == "as it is":
             with report.asking("smdist merge"):
-                report.command(lambda: smdist.cli.merge.run(path, take_over=True))
+                report.command(lambda: smdist.cli.runs.merge(path, take_over=True))
     with report.asking("resuming"):
         resume(path)
     return report

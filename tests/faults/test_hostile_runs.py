@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from smdist.cli import merge
+from smdist.cli.runs import merge
 from smdist.format.block import crc32c
 from smdist.format.dtypes import HeaderEntry, header_bytes, parse_header
 from smdist.format.layout import _digest
@@ -145,7 +145,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     whole = msgspec.structs.replace(made, manifests=tuple(manifests))
     (summarised / key).write_bytes(encode(whole, key))
     shutil.copytree(plain, merged)
-    assert merge.run(str(merged), take_over=False) == 0
+    assert merge(str(merged), take_over=False) == 0
     return {"plain": plain, "merged": merged, "summarised": summarised}
 
 

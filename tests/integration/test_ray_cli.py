@@ -106,7 +106,7 @@ def test_the_lease_of_one_that_died_with_its_ray_is_waited_for(home: Path, tmp_p
     asyncio.run(die())
     said = well(smdist("start", "--watch", str(place), "--interval", "0.1", **mine))
     assert "already has a coordinator" in said
-    assert "it stands by" in said
+    assert "standing by" in said
     assert "watching" in said.splitlines()[-1]
 
 
@@ -138,7 +138,7 @@ def test_a_store_that_cannot_be_reached_is_no_success(home: Path) -> None:
         done = smdist("start", "--watch", place, **mine)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "cannot be reached" in done.stdout.splitlines()[-1]
-    assert "no run there yet" not in done.stdout
+    assert "no run yet" not in done.stdout
 
 
 def test_one_that_hangs_is_ended_soon(home: Path, tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_one_that_hangs_is_ended_soon(home: Path, tmp_path: Path) -> None:
     (there,) = json.loads(well(smdist("status", "--json", **mine)))
     os.kill(there["coordinator"]["pid"], signal.SIGSTOP)
     said = well(smdist("stop", **mine))
-    assert f"{there['coordinator']['name']} did not answer, and was ended" in said
+    assert f"killed {there['coordinator']['name']}, which did not answer" in said
     assert session(known.pid) == []
 
 

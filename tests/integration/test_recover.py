@@ -198,7 +198,7 @@ def test_command_without_spools_looks_for_them(job: Job, tmp_path: Path) -> None
     dead, living = leave_behind(job), make_spool(job)
     done = run_command(root=job.root)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"left alone: {living.path}" in done.stdout
+    assert f"skipped: {living.path}" in done.stdout
     assert not dead.path.exists()
     assert living.path.exists()
 
@@ -219,7 +219,7 @@ def test_command_fails_when_something_stays(job: Job, tmp_path: Path) -> None:
     spool = leave_behind(job)
     done = run_command("--give-up-s", "0.1", str(spool.path), root=job.root)
     assert done.returncode == 1
-    assert f"not sent: {spool.path}" in done.stdout
+    assert f"failed: {spool.path}" in done.stdout
     assert spool.path.exists()
 
 

@@ -13,7 +13,13 @@ import pytest
 from smdist.coordination.service.merge_once import MergeResult, merge_once
 from smdist.coordination.service.run_watcher import RunWatcher
 from smdist.coordination.snapshot.pack import POINTER_KEY, Pointer, load_view
-from smdist.errors import AlreadyCoordinated, NoSuchRun, StoreError, StoreForbidden
+from smdist.errors import (
+    AlreadyCoordinated,
+    CoordinationError,
+    NoSuchRun,
+    StoreError,
+    StoreForbidden,
+)
 from smdist.format.manifest import CollectionInfo, Session, session_key
 from smdist.identity import ModeKeys
 from smdist.storage import MemoryStore
@@ -252,6 +258,93 @@ def test_it_goes_on_from_the_snapshot_of_a_coordinator_that_died() -> None:
     assert merge(store).status.final
     assert_same(store)
     assert requests_to_open(store) == OPEN
+
+
+# -- damaged runs ----------------------------------------------------------------------------
+
+
+def keys_of(store: MemoryStore, prefix: str) -> list[str]:
+    return sorted(key for key in store.objects if key.startswith(prefix))
+
+
+def two_modes() -> MemoryStore:
+    """A merged run with one chunk for TRAIN and one for EVAL."""
+    store = MemoryStore()
+    run = RunBuilder(store)
+    for rank in range(3):
+        writer = work(run.rank(rank, 3), range(3))
+        writer.step(EVAL, 0, {"loss": np.array(rank, np.float32)}, step=3).flush()
+        finish(writer)
+    merge(store)
+    assert len(keys_of(store, "merged/steps/")) == 2
+    return store
+
+
+@pytest.mark.parametrize("damage", ["gone", "damaged"])
+def test_merge_keeps_layouts_that_only_the_snapshot_has(damage: str) -> None:
+    store = two_modes()
+    store.objects[keys_of(store, "merged/steps/")[0]] = b"damaged"
+    for key in keys_of(store, "layouts/"):
+        if damage == "gone":
+            del store.objects[key]
+        else:
+            store.objects[key] = b"damaged"
+    with open_trial(store) as trial:
+        assert trial.tensor("a").value(2, worker=1)[0] == 102
+    assert merge(store).written
+    with open_trial(store) as trial:
+        assert trial.tensor("a").value(2, worker=1)[0] == 102
+        assert trial.steps() == [0, 1, 2, 3]
+        assert trial.troubles() == {}, "the damaged chunk was written again"
+
+
+def test_merge_keeps_a_layout_pack_that_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("smdist.coordination.snapshot.layout_packs._PACK_BYTES", 300)
+    store = MemoryStore()
+    writer = RunBuilder(store).rank(0)
+    for step in range(10):
+        writer.step(TRAIN, step, {"a": np.full(step + 1, step, np.float32)}).flush()
+    finish(writer)
+    merge(store)
+    packs = keys_of(store, "merged/layouts/")
+    assert len(packs) > 2
+    store.objects[packs[0]] = b"damaged"
+    done = merge(store)
+    assert done.written
+    assert packs[0] not in str(done.status.troubles)
+    with open_trial(store) as trial:
+        assert [trial.tensor("a").value(step)[0] for step in range(10)] == list(range(10))
+        assert trial.troubles() == {}
+
+
+def test_merge_refuses_to_replace_a_snapshot_that_knows_more() -> None:
+    """A chunk is damaged, and so are manifests that it was made from."""
+    store = two_modes()
+    chunk = keys_of(store, "merged/steps/")[0]
+    store.objects[chunk] = b"damaged"
+    del store.objects["summaries/worker_1/000000.json"]
+    store.objects["manifests/worker_1/000000-00000001.json"] = b"damaged"
+    before, kept = told(store), dict(store.objects)
+    with pytest.raises(CoordinationError, match=r"worker_1") as caught:
+        merge(store)
+    assert chunk in str(caught.value)
+    assert told(store) == before
+    for key in keys_of(store, "merged/steps/") + keys_of(store, "merged/heads/") + [POINTER_KEY]:
+        assert store.objects[key] == kept[key]
+
+
+@pytest.mark.parametrize("folder", ["segments/worker_1/", "layouts/"])
+def test_merge_names_objects_that_are_gone(folder: str) -> None:
+    store = MemoryStore()
+    build(store, 3, 4)
+    gone = keys_of(store, folder)[0]
+    del store.objects[gone]
+    done = sync.run(merge_once(store, check_objects=True))
+    assert done.missing is not None
+    assert list(done.missing.keys) == [gone]
+    assert done.missing.complete_steps == done.missing.keys[gone] > 0
+    if folder == "layouts/":
+        assert any(gone in text and "missing" in text for text in done.status.troubles)
 
 
 # -- beside others ---------------------------------------------------------------------------

@@ -14,13 +14,13 @@ from typing import TypeVar
 import msgspec
 
 from smdist.concurrency import bounded_gather
-from smdist.coordination.snapshot.head import AttemptRow, Head, Pointer
+from smdist.coordination.snapshot.head import AttemptRow, Pointer, SnapshotHead
 from smdist.coordination.snapshot.load import (
     load_columns,
     load_drops,
     load_head,
     load_layouts,
-    view_of,
+    view_of_head,
 )
 from smdist.coordination.view.run_view import View
 from smdist.errors import CorruptObject, ObjectNotFound
@@ -38,7 +38,7 @@ _CONCURRENCY = 16
 class ReadableSnapshot:
     """The readable part of a snapshot. `reread`: attempts whose manifests are to be read again."""
 
-    head: Head
+    head: SnapshotHead
     view: View
     layouts: Mapping[str, Layout]
     damaged: Mapping[str, str]  # key of an object -> why it cannot be read
@@ -85,7 +85,7 @@ async def load_readable(store: Store, pointer: Pointer) -> ReadableSnapshot:
     inline = await load_layouts(store, msgspec.structs.replace(head, layout_packs=()))
     layouts = {digest: one for some in (*packs.values(), inline) for digest, one in some.items()}
     rows = tuple(_without_damaged(row, damaged) for row in head.attempts)
-    view = view_of(
+    view = view_of_head(
         msgspec.structs.replace(head, attempts=rows),
         lambda chunk: columns[chunk.ref.key],
         lambda batch: drops[batch.ref.key],

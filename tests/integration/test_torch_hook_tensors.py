@@ -292,7 +292,7 @@ def test_a_tensor_that_cannot_be_read_is_left_out_alone(tmp_path: Path) -> None:
     assert trial.tensor("optimizer/Odd_fc.weight/momentum_buffer").steps() == [1, 2]
     troubles = [text for texts in trial.troubles().values() for text in texts]
     for name, why in {
-        "Odd_typed": "complex32 cannot be stored; leave it out",
+        "Odd_typed": "complex32 cannot be stored. Exclude it",
         "Odd_freed": "freed",
         "Odd_view": "freed",
         "Odd_shrunk": "shrunk",
@@ -399,10 +399,10 @@ def test_an_input_that_cannot_be_read_is_told_and_harms_nothing(tmp_path: Path) 
     assert trial.tensor("Batched_input_0").value(0).tolist() == [[1.0] * 4]
     assert trial.tensor("Batched_input_1").value(0).tolist() == [0.0] * 2
     assert trial.tensor("Batched_input_0").value(1).tolist() == [[1.0] * 4]
-    broken, long = sorted(trial.troubles()["worker_0"])
-    assert "inputs of Batched: RuntimeError: no labels in inference" in broken
+    long, broken = sorted(trial.troubles()["worker_0"])
+    assert "inputs of Batched for tensors: RuntimeError: no labels in inference" in broken
     assert "inputs of Batched" in long
-    assert "first 256 entries" in long
+    assert "after 256 entries" in long
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,10 @@ class ErrorPolicy:
         message = encodable(message)
         self._report(message, message)
 
+    def warn_not_captured(self, name: str, error: Exception) -> None:
+        """Warn that the tensor `name` was skipped, as `error` says why it cannot be read."""
+        self.warn_once(f"{name} was not captured: {error}")
+
     def _report(self, kind: str, message: str, error: BaseException | None = None) -> None:
         self.count += 1
         if kind in self._seen or len(self._seen) >= _MAX_KINDS:

@@ -1,4 +1,7 @@
-"""What smdist hangs on modules and parameters: callables that leave no trace in copies and graphs."""
+"""The callables that smdist registers on modules and parameters.
+
+Copies and pickles of a model do not contain them, and graphs of `torch.compile` do not trace them.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,12 @@ _graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lam
 
 
 def in_backward() -> bool:
-    """Is this thread inside a backward pass? A forward then is a recomputed one."""
+    """Check whether this thread runs a backward pass. A forward in it is a recomputed one."""
     return _graph_task() != -1
 
 
 def within_compiled() -> bool:
-    """Is this called from a graph of `torch.compile`? Slow: looks at the callers."""
+    """Check whether the caller runs in a graph of `torch.compile`. Slow: walks the stack."""
     if "torch._dynamo" not in sys.modules:
         return False
     frame: FrameType | None = sys._getframe()
@@ -47,9 +50,9 @@ def within_compiled() -> bool:
 def untraced(function: F) -> F:
     """Keep `torch.compile` out of `function` and all it calls.
 
-    What `torch.compiler.disable` does, without its import of the compiler (seconds, in a job that
-    may never compile). Two things are needed: the mark stops a caller's graph before the call, the
-    strategy lets the call itself run as it is.
+    `torch.compiler.disable` does the same, but imports the compiler, which takes seconds. Two things
+    are needed: the mark ends a caller's graph before the call, and the strategy has the call itself run
+    uncompiled.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
@@ -63,7 +66,7 @@ def untraced(function: F) -> F:
 
 
 class Callback:
-    """Calls `function`. A copy or a pickle of it does nothing, and needs no smdist to be loaded."""
+    """Calls `function`. A copy or a pickle of it does nothing, and loads without smdist."""
 
     __slots__ = ("function",)
 
@@ -80,10 +83,10 @@ class Callback:
 
 
 class Counting(Callback):
-    """The pre-hook of a counting root: steps that are not due are counted here and nowhere else.
+    """The pre-hook of a counting root: an idle step costs this one call.
 
-    Flat on purpose. Between two forwards a model has pushed everything of ours out of the caches,
-    so each further function on the way costs microseconds.
+    Flat on purpose. Between two forwards the model evicts this code from the caches, so each further
+    function would cost microseconds.
     """
 
     __slots__ = ("clock",)

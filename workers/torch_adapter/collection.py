@@ -16,16 +16,16 @@ class Collection(NeutralCollection):
     def add_module_tensors(
         self, module: nn.Module, inputs: bool = False, outputs: bool = True
     ) -> None:
-        """Put inputs and/or outputs of `module` into this collection.
+        """Add inputs and/or outputs of `module` to this collection.
 
-        The module's name is found when it is registered with a hook, itself or as part of a model,
+        The module's name is known once it is registered with a hook, itself or as part of a model,
         before or after this call.
         """
         self.request(module, inputs, outputs)
 
     @property
     def modules(self) -> Mapping[nn.Module, tuple[bool, bool]]:
-        """The modules asked for: whether their inputs, whether their outputs."""
+        """Return the modules that were added: whether their inputs, whether their outputs."""
         asked = {
             request.target: (request.inputs, request.outputs)
             for request in self.requests

@@ -1,7 +1,7 @@
-"""Parts of a model that were compiled by themselves, block by block, and graphs around a model.
+"""Support models whose parts were compiled one by one, and graphs around a model.
 
-A graph has no place for hooks, and one that exists already does not look for them. So a part runs as
-it is written on steps that watch modules inside it; what was compiled stays, for all other steps.
+A compiled graph does not call hooks that are added later. So a part runs uncompiled on steps that watch
+modules inside it. The compiled code stays, for all other steps.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from smdist.workers.torch_adapter.module_names import compiled, layers
 __all__ = ["CompiledParts", "stop_outer_graphs", "within_outer_graph"]
 
 # Where `module.compile()` keeps what it calls instead of the module's forward.
-_IN_PLACE = "_compiled_call_impl"
+_COMPILED_CALL = "_compiled_call_impl"
 
 _COMPILER = os.path.join("torch", "_dynamo", "eval_frame.py")
 _REASON = (
-    "smdist's hook reads tensors and cannot be part of a graph; call the module that is registered "
-    "outside of functions that are compiled with fullgraph=True, or leave that out"
+    "smdist's hook reads tensors and cannot be part of a graph; call the registered module outside of "
+    "functions compiled with fullgraph=True, or do not use fullgraph"
 )
 
 Stance = Callable[[str], AbstractContextManager[object]]
 
 
 class _Stop(Callback):
-    """Where it hangs a graph ends, and goes on after the call."""
+    """Ends a graph where it is registered; another one begins after the call."""
 
     __slots__ = ()
 
@@ -50,10 +50,10 @@ _Stop.__call__._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
 
 
 def stop_outer_graphs(root: nn.Module) -> list[RemovableHandle]:
-    """A function that is compiled around a call of a compiled module takes in what that wraps, and
-    leaves out the hooks of the compiled one. One inside makes it call the module as it is.
+    """Make functions that are compiled around a compiled module call the module's hooks.
 
-    The module's own graph begins behind it, except for classes of torch's own.
+    Such a function would inline what the module wraps, and skip the hooks of the module. A hook inside
+    makes it call the module. The module's own graph begins after it, except for classes of torch.
     """
     if not compiled(root):
         return []
@@ -65,11 +65,11 @@ def stop_outer_graphs(root: nn.Module) -> list[RemovableHandle]:
 
 
 def within_outer_graph() -> bool:
-    """Is a compiled module called from another graph? Asked by its own hooks. Slow."""
+    """Check, from a hook of a compiled module, whether another graph calls the module. Slow."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         code = frame.f_code
-        # The call of a compiled module is in that file too, around its hooks.
+        # The call of a compiled module, around its hooks, is in that file too.
         if code.co_filename.endswith(_COMPILER) and code.co_name != "__call__":
             return True
         frame = frame.f_back
@@ -89,22 +89,24 @@ class CompiledParts:
 
     @staticmethod
     def among(module: nn.Module) -> list[nn.Module]:
-        """Of a module and what it wraps, those that are compiled."""
-        return [m for m in layers(module) if compiled(m) or _in_place(m) is not None]
+        """Return those of a module and what it wraps that are compiled."""
+        return [m for m in layers(module) if compiled(m) or _compiled_call(m) is not None]
 
     def arm(self, parts: Iterable[nn.Module]) -> None:
-        """From now on these run as they are written."""
+        """Run these uncompiled from now on."""
         for part in parts:
-            if (call := _in_place(part)) is not None:
+            if (call := _compiled_call(part)) is not None:
                 self._swapped.append((part, call))
-                setattr(part, _IN_PLACE, None)
+                setattr(part, _COMPILED_CALL, None)
             if compiled(part):
                 self._watch(part)
 
     def _watch(self, part: nn.Module) -> None:
         stance: Stance | None = getattr(torch.compiler, "set_stance", None)
         if stance is None:
-            self._errors.warn_once("submodules of a compiled module need torch 2.6 to be captured")
+            self._errors.warn_once(
+                "Submodules of a compiled module are not captured: this needs torch 2.6 or later."
+            )
             return
         enter = Callback(partial(self._enter, id(part), stance))
         leave = Callback(partial(self._leave, id(part)))
@@ -112,12 +114,9 @@ class CompiledParts:
         self._handles.append(part.register_forward_hook(leave, always_call=True))
 
     def _enter(self, part: int, stance: Stance, *_: Any) -> None:
-        try:
+        with self._errors.guard("running a compiled module uncompiled"):
             context = stance("force_eager")
             context.__enter__()
-        except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._errors.on_exception(error, "running a compiled module as it is written")
-        else:
             self._entered.setdefault(part, []).append(context)
 
     def _leave(self, part: int, *_: Any) -> None:
@@ -126,7 +125,7 @@ class CompiledParts:
 
     def disarm(self) -> None:
         for part, call in self._swapped:
-            setattr(part, _IN_PLACE, call)
+            setattr(part, _COMPILED_CALL, call)
         self._swapped.clear()
         for handle in self._handles:
             handle.remove()
@@ -134,5 +133,5 @@ class CompiledParts:
         self._entered.clear()
 
 
-def _in_place(module: nn.Module) -> object:
-    return getattr(module, _IN_PLACE, None)
+def _compiled_call(module: nn.Module) -> object:
+    return getattr(module, _COMPILED_CALL, None)

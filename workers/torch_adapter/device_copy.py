@@ -1,13 +1,13 @@
-"""TensorAdapter tensors that are in a device's memory, without making training wait.
+"""Read tensors in a device's memory without making training wait.
 
-Not run by the tests of this repository, which have no device: kept small for that reason.
+The tests of this repository have no device and do not run this: it is kept small for that reason.
 
-On the capturing thread: the tensor is copied within the device on training's own stream (it may be
-overwritten right after), and the copy is sent to page-locked memory on a side stream. The function
-that comes back waits for it and puts it in its place; another thread calls that. Statistics are
+`TorchAccess` calls it on the capturing thread. The tensor is copied within the device on training's own
+stream, as it may be overwritten right after. The copy is sent to page-locked memory on a side stream.
+The returned function waits for it and puts it in its place; another thread calls that. Statistics are
 computed on the device, on the side stream, so that only a row of numbers travels.
 
-Devices without streams of this kind (mps, xpu, ...) are read at once, which makes training wait.
+Devices without such streams (mps, xpu, ...) are read at once, which makes training wait.
 """
 
 from __future__ import annotations
@@ -36,25 +36,27 @@ class DeviceReader:
         return lambda: _put(arrived(), target)
 
     def start_measure(
-        self, tensor: torch.Tensor, columns: Sequence[str], target: memoryview
+        self,
+        tensor: torch.Tensor,
+        dtype_code: str,
+        columns: Sequence[str],
+        target: memoryview,
     ) -> CopyHandle:
         plain = tuple(columns) == COLUMNS and not tensor.is_complex() and tensor.numel() > 0
         if plain:
             with torch.no_grad():
                 arrived = self._send(_row(tensor.detach()))
             return lambda: _put(arrived(), target)
-        from smdist.workers.torch_adapter.tensor_access import describe
-
-        arrived_all, (code, shape, _) = self._send(tensor), describe(tensor)
+        arrived_all, shape = self._send(tensor), tuple(tensor.shape)
 
         def finish() -> None:
-            row = measure(decode(_bytes(arrived_all()), code, shape), columns)
+            row = measure(decode(_bytes(arrived_all()), dtype_code, shape), columns)
             target[:] = np.ascontiguousarray(row, np.float64).tobytes()
 
         return finish
 
     def _send(self, tensor: torch.Tensor) -> _Arrival:
-        """On its way to the host; call the result, on any thread, for the tensor there."""
+        """Start the transfer; the result, called on any thread, waits and returns the tensor on the host."""
         tensor = tensor.detach().resolve_conj().resolve_neg()
         if tensor.device.type != "cuda":
             host = tensor.to("cpu", copy=True).contiguous()
@@ -88,7 +90,7 @@ class _Arrival:
 
 
 def _row(tensor: torch.Tensor) -> torch.Tensor:
-    """The statistics in `COLUMNS`, one float64 each, on the tensor's device."""
+    """Compute the statistics in `COLUMNS`, one float64 each, on the tensor's device."""
     values = tensor.to(torch.float64)
     magnitudes = values.abs()
     total = values.sum()

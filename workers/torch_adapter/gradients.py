@@ -1,13 +1,13 @@
-"""Gradients of a recorded step.
+"""Capture the gradients of a recorded step.
 
-    local    what this rank computed: read when autograd has accumulated it, which is before
-             DistributedDataParallel reduces it (its own hook on the same node runs after)
-    synced   what the optimizer sees: read when the optimizer is about to step, or, if none is
-             registered, when the backward pass has ended for everybody else (but Horovod, which
-             goes on until its optimizer steps)
+    local    what this rank computed: read when autograd has accumulated it. DistributedDataParallel
+             reduces it later: its own hook on the same node runs after this one
+    synced   what the optimizer sees: read when the optimizer is about to step. Without a registered
+             optimizer, read after all other callbacks at the end of the backward pass. Horovod
+             reduces until its optimizer steps, so it needs the optimizer
 
-Hooks hang on parameters only while a step is recorded that wants their gradients, and stay there
-as long as every step is such a step.
+`Recording` calls `arm` for each captured step and `disarm` at the next idle one. Parameters have hooks
+only while recorded steps want their gradients. The hooks run on autograd's thread.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ __all__ = ["GRADIENT", "Gradients"]
 
 GRADIENT = "gradient/"
 _END = "end of backward"
-_CUT = "an exception ended its backward pass"
+_INCOMPLETE = "an exception ended its backward pass"
 
 
 class _Wanted:
-    """A parameter whose gradient is wanted. `part`, once there is one, fits gradients of `dtype`
-    and `shape`: a lazy parameter has none of them yet."""
+    """A parameter whose gradient is wanted.
+
+    `part` fits gradients of `dtype` and `shape`. All three are None until the first gradient.
+    """
 
     __slots__ = ("dtype", "module", "name", "parameter", "part", "plan", "shape")
 
@@ -55,31 +57,32 @@ class _Wanted:
 
 class Gradients:
     def __init__(self, core: HookCore[Value], arrived: Callable[[Hashable], None]) -> None:
-        """`arrived` is told the token of whatever has been captured."""
+        """`arrived` is called with the token of each captured gradient."""
         self._recorder, self._errors, self._arrived = core.recorder, core.errors, arrived
         self.synced = core.config.stage_gradients == "synced"
         self._wanted: dict[int, _Wanted] = {}
-        self._known: dict[StepPlan, tuple[list[NamedParameter], list[bool], dict[int, _Wanted]]]
-        self._known = {}
+        # By plan: the parameters, which of them are trained, and what is wanted of them.
+        self._known: dict[
+            StepPlan, tuple[list[NamedParameter], list[bool], dict[int, _Wanted]]
+        ] = {}
         self._handles: dict[int, RemovableHandle] = {}
         self._queued_for = -1
-        self._any_received = False  # any of them, in this step
+        self._any_received = False  # in this step
 
     @property
     def pending(self) -> bool:
-        """Does the step want gradients, and has no backward pass brought one?"""
+        """Check whether the step wants gradients and no backward pass has brought one."""
         return bool(self._wanted) and not self._any_received
 
     def arm(self, entries: list[NamedParameter], optimizers: Iterable[Any]) -> list[Hashable]:
-        """Watch what the step's plan wants; the tokens that will arrive."""
+        """Watch for the gradients that the step's plan wants; return the tokens that will arrive."""
         at_optimizer = [id(optimizer) for optimizer in optimizers] if self.synced else []
         self._wanted = self._wanted_of(entries)
         self._any_received = False
         if self._wanted and self.synced and not at_optimizer and horovod.is_running("torch"):
             self._errors.warn_once(
-                "gradients are not captured: Horovod reduces them until its optimizer steps, and "
-                "stage_gradients='synced' has to be told which one; call "
-                "hook.register_optimizer(optimizer)"
+                "Gradients are not captured: with Horovod, stage_gradients='synced' needs the optimizer. "
+                "Call hook.register_optimizer(optimizer)."
             )
             self._wanted = {}
         self._watch({} if at_optimizer else self._wanted)
@@ -120,7 +123,7 @@ class Gradients:
 
     def _register_hook(self, wanted: _Wanted) -> RemovableHandle:
         watched: Any = wanted.parameter  # the method is untyped
-        if is_lazy(watched):  # takes no hooks until its module has run
+        if is_lazy(watched):  # takes no hook until its module has run
             body = Callback(partial(self._on_shaped, id(watched)))
             return wanted.module.register_forward_hook(body)
         body = Callback(self._on_synced if self.synced else self._on_local)
@@ -131,11 +134,9 @@ class Gradients:
         wanted = self._wanted.get(key)
         if wanted is None or is_lazy(wanted.parameter):
             return
-        try:
+        with self._errors.guard(f"waiting for {wanted.name}"):
             self._handles.pop(key).remove()
             self._handles[key] = self._register_hook(wanted)
-        except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._errors.on_exception(error, f"waiting for {wanted.name}")
 
     # -- during backward ----------------------------------------------------------------------
 
@@ -149,7 +150,7 @@ class Gradients:
             self._mark_until_backward_ends()
         try:
             gradient, part = parameter.grad, wanted.part
-            # As last time, and plain: all that `_save_one` would find out.
+            # Plain and as last time: `_save_one` would find nothing else, and costs more calls.
             if (
                 part is not None
                 and type(gradient) is torch.Tensor
@@ -160,7 +161,7 @@ class Gradients:
                 recorder.put(part, (gradient,))
             else:
                 self._save_one(wanted)
-            if len(recorder.missing) > 1:  # it is not the last one that was missing
+            if len(recorder.missing) > 1:  # others are still missing
                 recorder.missing.discard(key)
             else:
                 self._arrived(key)
@@ -168,13 +169,13 @@ class Gradients:
             self._errors.on_exception(error, f"capturing {wanted.name}")
 
     def _mark_until_backward_ends(self) -> None:
-        """Backward has begun: the step is not whole until it has ended."""
+        """Mark the step as incomplete until the backward pass, which has begun, ends."""
         with suppress(RuntimeError):  # where autograd itself is compiled
             Variable._execution_engine.queue_callback(self._on_backward_end)
-            self._recorder.incomplete_reason = _CUT
+            self._recorder.incomplete_reason = _INCOMPLETE
 
     def _on_backward_end(self) -> None:
-        if self._recorder.incomplete_reason == _CUT:
+        if self._recorder.incomplete_reason == _INCOMPLETE:
             self._recorder.incomplete_reason = ""
 
     def _save_one(self, wanted: _Wanted) -> None:
@@ -194,7 +195,7 @@ class Gradients:
         try:
             return readable(gradient)
         except CaptureError as error:
-            self._errors.warn_once(f"{wanted.name} was not captured: {error}")
+            self._errors.warn_not_captured(wanted.name, error)
             return None
 
     def _on_synced(self, parameter: torch.Tensor) -> None:
@@ -204,8 +205,8 @@ class Gradients:
         self._queued_for = task
         if not self._recorder.incomplete_reason:
             self._mark_until_backward_ends()
-        # Callbacks run in order. Whoever reduces gradients has queued its own by the time ours
-        # runs, so the one that is queued from there comes after it.
+        # Callbacks run in order. By the time ours runs, reducers have queued theirs. One that is queued
+        # from there runs after them.
         queue: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
         queue(lambda: queue(self._at_end))
 
@@ -214,21 +215,19 @@ class Gradients:
         self.save_synced(None)
 
     def save_synced(self, optimizer: Any) -> None:
-        """Called before `optimizer` updates, or (None) at the end of a backward pass."""
+        """Capture reduced gradients: before `optimizer` updates, or (None) after a backward pass."""
         if not self.synced or not self._wanted or not self._recorder.recording:
             return
         if horovod.awaits_reduction(optimizer):
             return
         self._any_received = True
-        cut = self._recorder.hold_incomplete(_CUT)
-        try:
-            self._save_many(self._of(optimizer))
-            self._recorder.incomplete_reason = cut
+        with self._errors.guard("capturing reduced gradients"):
+            before = self._recorder.hold_incomplete(_INCOMPLETE)
+            self._save_many(self._updated_by(optimizer))
+            self._recorder.incomplete_reason = before
             self._arrived((_END, 0 if optimizer is None else id(optimizer)))
-        except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._errors.on_exception(error, "capturing reduced gradients")
 
-    def _of(self, optimizer: Any) -> Iterable[_Wanted]:
+    def _updated_by(self, optimizer: Any) -> Iterable[_Wanted]:
         if optimizer is None:
             return self._wanted.values()
         ids = (id(p) for group in optimizer.param_groups for p in group["params"])

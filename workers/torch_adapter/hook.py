@@ -3,11 +3,11 @@
     hook = Hook(out_dir, save_config=SaveConfig(save_interval=100))
     hook.register_module(model)
     hook.register_loss(criterion)
-    ...                             train as ever
+    ...                             train as before
     hook.close()                    or let the process end
 
-Weights of a step are those its forward starts with, gradients are what `.grad` holds after its last
-backward: with accumulation over several forwards that is the sum so far.
+Weights of a step are those that its forward starts with. Gradients are what `.grad` holds after its last
+backward: with accumulation over several forwards, the sum so far.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Hook(BaseHook[Value]):
     _collection_type = Collection
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What is loaded elsewhere (a checkpoint of a model with the hook as an attribute) is silent.
+        # A checkpoint of a model with the hook as an attribute loads a hook that captures nothing.
         return _silent, (type(self), self.out_dir)
 
     def _tensor_adapter(self) -> TensorAdapter[Value]:
@@ -55,12 +55,15 @@ class Hook(BaseHook[Value]):
         return cast("Collection", super().get_collection(name, create))
 
     def register_module(self, module: nn.Module, *, step_on: StepOn | None = None) -> None:
-        """Capture `module`: weights, gradients, inputs and outputs, whatever is configured.
+        """Capture weights, gradients, inputs and outputs of `module`, as configured.
 
-        `step_on` says what a step is: "forward" (each forward of this module; the default for the
-        first), "optimizer" (all forwards up to the update of the optimizer given to
-        `register_optimizer`) or "manual" (until the next `hook.step()`). Further modules take part
-        in the steps of the first, unless they say "forward" themselves.
+        `step_on` says what a step is:
+
+            "forward"      each forward of this module; the default for the first module
+            "optimizer"    all forwards up to the update of the optimizer that is registered
+            "manual"       everything until the next `hook.step()`
+
+        Further modules belong to the steps of the first one, unless they have a `step_on` themselves.
         """
         if not isinstance(module, nn.Module):
             raise ConfigurationError(f"register_module takes a torch.nn.Module, not {module!r}")
@@ -74,14 +77,14 @@ class Hook(BaseHook[Value]):
         """Capture the outputs of any module as losses, by its class name."""
         if not isinstance(loss_module, nn.Module):
             raise ConfigurationError(
-                f"register_loss takes a torch.nn.Module, not {loss_module!r}; give the result of a "
+                f"register_loss takes a torch.nn.Module, not {loss_module!r}. Pass the result of a loss "
                 "function to record_tensor_value() or save_scalar()"
             )
         if self._core.can_save():
             self._recording.add_loss(loss_module)
 
     def register_optimizer(self, optimizer: Optimizer) -> None:
-        """Capture its variables; its update ends a step where `step_on="optimizer"` says so."""
+        """Capture the variables of `optimizer`; with `step_on="optimizer"` its update ends a step."""
         if not isinstance(optimizer, Optimizer):
             raise ConfigurationError(
                 f"register_optimizer takes a torch.optim.Optimizer, not {optimizer!r}"
@@ -90,7 +93,7 @@ class Hook(BaseHook[Value]):
             self._recording.add_optimizer(optimizer)
 
     def record_tensor_value(self, tensor_name: str, tensor_value: torch.Tensor) -> None:
-        """Treat a tensor as the output of a module of that name: `<tensor_name>_output_0`."""
+        """Record a tensor like the output of a module of that name: `<tensor_name>_output_0`."""
         tensor_name = read_text("tensor_name", tensor_name)
         self._core.warn_if_closed()
         if self._core.active:

@@ -1,16 +1,16 @@
-"""What modules and parameters are called, however they are wrapped.
+"""Name modules and parameters, however they are wrapped.
 
     root of class Net                 Net           Net_input_0, Net_output_0
     its parameters                    Net_fc1.weight, gradient/Net_fc1.weight
     its submodules, by path           fc1           fc1_input_0, fc1_output_0
     a loss                            its class     CrossEntropyLoss_output_0
 
-DataParallel, DistributedDataParallel, FSDP, `torch.compile` and checkpoint wrappers leave no trace
-in a name, at the root or inside. Modules and parameters that are used in several places have the
-first name. Names are unique: a second root `Net` is `Net_1`, and a further root whose paths are
-taken has its own name before each of them (`Net_1.fc1_output_0`), as has a submodule that is called
-like the class of its root (`Net.Net_output_0`). A root's parameter that is called like one of its
-inputs or outputs (`output_0`) is `Net_.output_0`.
+DataParallel, DistributedDataParallel, FSDP, `torch.compile` and checkpoint wrappers do not appear in a
+name, at the root or inside. Modules and parameters that are used in several places have the first name.
+
+Names are unique. A second root `Net` is `Net_1`. A further root whose paths are taken prefixes them with
+its own name (`Net_1.fc1_output_0`). So does a submodule named like the class of its root
+(`Net.Net_output_0`). A root's parameter named like one of its outputs (`output_0`) is `Net_.output_0`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _AS_OUTPUT = re.compile(r"(input|output)_[0-9]+")
 
 
 def compiled(module: nn.Module) -> bool:
-    """Is it what `torch.compile(module)` returned?"""
+    """Check whether `module` is what `torch.compile` returned."""
     return _COMPILED in module._modules
 
 
@@ -44,29 +44,34 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
 
 
 def layers(module: nn.Module) -> Iterator[nn.Module]:
-    """The module, what it wraps, what that wraps."""
+    """Yield the module, what it wraps, what that wraps."""
     yield module
     while (found := _wrapped(module)) is not None:
         yield (module := found)
 
 
 def inner(module: nn.Module) -> nn.Module:
-    """The module the user wrote."""
+    """Return the module the user wrote."""
     *_, found = layers(module)
     return found
 
 
 def entrance(module: nn.Module) -> nn.Module:
-    """Where to watch a root: inside wrappers, as a script may call either; outside a compiled one,
-    as what hangs inside becomes part of its graph."""
+    """Return where to watch a root.
+
+    Inside wrappers, as a script may call either. Outside a compiled module, as hooks inside it would
+    become part of its graph.
+    """
     while not compiled(module) and (found := _wrapped(module)) is not None:
         module = found
     return module
 
 
 def _walk(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """`(path, module)` in the order of `named_modules`; of a wrapper and what it wraps, the
-    outermost, which is what others call."""
+    """Yield `(path, module)` in the order of `named_modules`.
+
+    Of a wrapper and what it wraps only the outermost is yielded, as others call that one.
+    """
     if id(module) in seen:
         return
     seen.add(id(module))
@@ -81,7 +86,7 @@ def _walk(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, n
 
 
 class NamedParameter(NamedTuple):
-    """`module` has it: the one the user wrote, inside any wrapper."""
+    """`module` owns it: the one the user wrote, inside any wrapper."""
 
     name: str
     parameter: nn.Parameter
@@ -89,7 +94,7 @@ class NamedParameter(NamedTuple):
 
 
 def parameters_of(root: nn.Module, root_name: str) -> Iterator[NamedParameter]:
-    """Each parameter once, lazy ones that have no shape yet included."""
+    """Yield each parameter once, including lazy ones that have no shape yet."""
     seen: set[int] = set()
     for path, module in _walk(root, "", set()):
         core = inner(module)
@@ -103,20 +108,20 @@ def parameters_of(root: nn.Module, root_name: str) -> Iterator[NamedParameter]:
 
 
 class Names:
-    """Names given so far; modules are told apart by identity."""
+    """Names given so far, by the identity of the module."""
 
     def __init__(self) -> None:
-        # With the module itself: another one must not get its id.
+        # Keeps the module alive: its id must not be reused.
         self._of: dict[int, tuple[str, nn.Module]] = {}
         self._taken: set[str] = set()
 
     def of(self, module: nn.Module) -> str | None:
-        """The name of a module or of what it wraps."""
+        """Return the name of a module or of what it wraps; None if it has none."""
         known = (self._of.get(id(layer)) for layer in layers(module))
         return next((found[0] for found in known if found is not None), None)
 
     def add_root(self, module: nn.Module) -> tuple[str, dict[str, nn.Module]]:
-        """The root's name, and all modules under it that had none, by name; itself included."""
+        """Name a root; return its name, and by name all modules under it that had none, and itself."""
         root = inner(module)
         root_name = self._free(type(root).__name__)
         found = [(p, m) for p, m in _walk(root, "", set()) if p and self.of(m) is None]
@@ -131,7 +136,7 @@ class Names:
         return root_name, named
 
     def add_loss(self, module: nn.Module) -> str:
-        """Its class name. A loss that is part of a root is called so too: it is better known."""
+        """Name a loss after its class, even if it is part of a root: that name is better known."""
         loss = inner(module)
         name = self._free(type(loss).__name__)
         self._take(name, loss)

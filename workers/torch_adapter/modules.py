@@ -1,7 +1,8 @@
-"""Inputs and outputs of modules in a recorded step.
+"""Capture the inputs and outputs of modules in a recorded step.
 
-Inputs are read before the module runs, as it may change them in place. A module that is called
-again in the same step continues its numbers. Forwards that are run again inside a backward pass
+`Recording` calls `arm` for each captured step and `disarm` at the next idle one; the hooks run on the
+training thread. Inputs are read before the module runs, as it may change them in place. A module that
+is called again in the same step continues its numbers. Forwards that run again inside a backward pass
 (activation checkpointing) are not recorded.
 """
 
@@ -24,7 +25,7 @@ from smdist.workers.hook.core import HookCore
 from smdist.workers.torch_adapter.callbacks import Callback, in_backward, within_compiled
 from smdist.workers.torch_adapter.compiled_modules import CompiledParts
 from smdist.workers.torch_adapter.module_names import compiled
-from smdist.workers.torch_adapter.nested_tensors import MOST_ENTRIES, MOST_LOOKS, tensors_in
+from smdist.workers.torch_adapter.nested_tensors import MAX_ENTRIES, MAX_VALUES, tensors_in
 from smdist.workers.torch_adapter.tensor_access import Value, readable
 
 __all__ = ["Modules"]
@@ -32,9 +33,9 @@ __all__ = ["Modules"]
 INPUT, OUTPUT = "input", "output"
 _NUMBERED = re.compile(r"(.*)_(input|output)_\d+")
 _FIRST = 3
-_CUT = "an exception interrupted the capture of inputs or outputs"
-# An expression without any of these means all numbers or none. Ours mean all.
-_TELLS_NUMBERS = re.compile(r"[0-9\[]|\\[dw]|\.\.")
+_INCOMPLETE = "an exception interrupted the capture of inputs or outputs"
+# A pattern without any of these selects all numbers or none. smdist's own select all.
+_HAS_NUMBERS = re.compile(r"[0-9\[]|\\[dw]|\.\.")
 _WRITTEN = re.compile(r"[0-9]{3,9}")
 _OURS = frozenset(text for texts in PYTORCH.collections.values() for text in texts)
 
@@ -53,7 +54,7 @@ class Modules:
         arrived: Callable[[Hashable], None],
         enter: Callable[[], bool],
     ) -> None:
-        """`arrived` is told what has been captured; `enter` says whether what runs now is to be."""
+        """`arrived` is called with captured losses; `enter` checks whether the current call is recorded."""
         self._recorder, self._planner, self._errors = core.recorder, core.planner, core.errors
         self._arrived, self._enter = arrived, enter
         self._modules: dict[str, nn.Module] = {}
@@ -63,13 +64,13 @@ class Modules:
         self._armed: tuple[_Watch, ...] = ()
         self._handles: list[RemovableHandle] = []
         self._counts: dict[tuple[str, str], int] = {}
-        self._in_graph: bool | None = None  # was the root of this step called from a graph?
+        self._in_graph: bool | None = None  # whether the root of this step was called from a graph
         self._warned_of_skipped_hooks = False
         self._parts = CompiledParts(core.errors)
 
     def add(self, named: dict[str, nn.Module], *, root: str = "", loss: bool = False) -> None:
-        """`root`: the one among them whose inputs come by `record_inputs`."""
-        # A loss may be part of a root, known there under another name.
+        """Add modules by name. `root` is the one whose inputs come by `record_inputs`."""
+        # A loss may be part of a root, and have another name there.
         known = {id(module) for module in named.values()}
         self._modules = {n: m for n, m in self._modules.items() if id(m) not in known}
         self._modules.update(named)
@@ -87,13 +88,13 @@ class Modules:
         self.forget()
 
     def forget(self) -> None:
-        """The configuration changed."""
+        """Forget what plans of the configuration before have selected."""
         self._watches.clear()
 
     # -- which --------------------------------------------------------------------------------
 
     def wanted(self, plan: StepPlan) -> tuple[_Watch, ...]:
-        """The modules a step with this plan has to watch."""
+        """Return the modules to watch in a step with this plan."""
         found = self._watches.get(plan)
         if found is None:
             exact = {
@@ -108,7 +109,7 @@ class Modules:
             def wants(name: str, side: str) -> bool:
                 if (name, side) in exact:
                     return True
-                # How many there are shows only when it runs.
+                # How many tensors there are is known only when the module runs.
                 numbered = (f"{name}_{side}_{i}" for i in range(_FIRST))
                 others = (
                     full_name
@@ -129,18 +130,20 @@ class Modules:
         return found
 
     def _singled_out(self) -> list[tuple[re.Pattern[str], set[int]]]:
-        """Expressions that may mean some numbers and not the first ones, with those to try: up to
-        two digits, and any that is written there. What a collection asked of a module means all."""
+        """Return patterns that may select later numbers only, each with the numbers to try.
+
+        These have up to two digits, or are written out in the pattern.
+        """
         return [
             (compile_regex(text), {*range(_FIRST, 100), *map(int, _WRITTEN.findall(text))})
             for collection in self._planner.active().values()
             for text in collection.include_regex
-            if text not in _OURS and _TELLS_NUMBERS.search(text)
+            if text not in _OURS and _HAS_NUMBERS.search(text)
         ]
 
     @property
     def inside(self) -> bool:
-        """Does the step being recorded watch modules inside a model?"""
+        """Check whether the recorded step watches modules inside a model."""
         return any(map(self._is_inside, self._armed))
 
     def _is_inside(self, watch: _Watch) -> bool:
@@ -149,7 +152,7 @@ class Modules:
     # -- a recorded step ----------------------------------------------------------------------
 
     def arm(self, plan: StepPlan, *, only_losses: bool = False) -> list[Hashable]:
-        """Watch what the plan wants; the tokens that will arrive (losses, once each)."""
+        """Watch what the plan wants; return the tokens that will arrive (one for each loss)."""
         self._warn_if_hooks_skipped()
         wanted = self.wanted(plan)
         if only_losses:
@@ -171,7 +174,7 @@ class Modules:
         self._armed = ()
 
     def _compiled_parts(self) -> list[nn.Module]:
-        """Those inside which something is watched."""
+        """Return the compiled modules inside which something is watched."""
         inside = [watch.name for watch in self._armed if self._is_inside(watch)]
         return [
             part
@@ -182,9 +185,9 @@ class Modules:
         ]
 
     def _warn_if_hooks_skipped(self) -> None:
-        """The step is over: did a graph that was compiled before run without calling our hooks?
+        """Warn at the end of a step if a graph compiled earlier ran without calling the hooks.
 
-        That a module did not run proves nothing by itself; scripts use modules as they like.
+        A module that did not run proves nothing by itself: a script need not use every module.
         """
         in_graph, self._in_graph = self._in_graph, None
         ran = {name for name, _ in self._counts} if in_graph else set()
@@ -197,15 +200,14 @@ class Modules:
         self._warned_of_skipped_hooks = True
         others = f" and {len(inside) - 1} more" if len(inside) > 1 else ""
         self._errors.warn_once(
-            f"no inputs or outputs came from {inside[0]}{others}; it seems that the model had been "
-            "compiled before hooks hung there: register what torch.compile returned, "
-            "model = torch.compile(model); hook.register_module(model)"
+            f"Inputs and outputs of {inside[0]}{others} were not captured: the model was compiled before "
+            "it was registered. Use model = torch.compile(model); hook.register_module(model)."
         )
 
     def _watch(self, watch: _Watch) -> Iterable[RemovableHandle]:
         name, module = watch.name, watch.module
-        # A root's own hook is running when this is armed or taken off; torch would still call, in
-        # its own way, one that was taken off meanwhile.
+        # This is armed and disarmed while the root's own pre-hook runs. torch would still call a
+        # pre-hook of the root that was removed meanwhile.
         if watch.inputs and name not in self._roots:
             body = Callback(partial(self._before, name))
             yield module.register_forward_pre_hook(body, with_kwargs=True)
@@ -230,17 +232,16 @@ class Modules:
             self.record(root, INPUT, (args, kwargs))
 
     def record(self, name: str, side: str, value: object) -> None:
-        """The tensors in `value`, under the next numbers of that name in this step."""
+        """Record the tensors in `value` under the next numbers of that name in this step."""
         if not self._enter():
             return
-        cut = self._recorder.hold_incomplete(_CUT)
+        before = self._recorder.hold_incomplete(_INCOMPLETE)
         count = self._counts.get((name, side), 0)
         found = tensors_in(value)
-        if found.cut:
+        if found.truncated:
             self._errors.warn_once(
-                f"not everything among the {side}s of {name} was looked through for tensors: of a "
-                f"sequence without one in its first {MOST_ENTRIES} entries the rest is passed over, "
-                f"and more than {MOST_LOOKS} values that are none are too many"
+                f"The {side}s of {name} were only partly searched for tensors: sequences are skipped after "
+                f"{MAX_ENTRIES} entries without one, and the search stops after {MAX_VALUES} values."
             )
         for tensor in found.tensors:
             full_name = f"{name}_{side}_{count}"
@@ -250,12 +251,10 @@ class Modules:
                 if plan is not None and plan.wants(full_name) is not None:
                     self._recorder.offer(full_name, readable(tensor))
             except CaptureError as error:
-                self._errors.warn_once(f"{full_name} was not captured: {error}")
+                self._errors.warn_not_captured(full_name, error)
             except Exception as error:  # noqa: BLE001 (the policy decides)
                 self._errors.on_exception(error, f"capturing {full_name}")
         self._counts[name, side] = count
-        self._recorder.incomplete_reason = cut
+        self._recorder.incomplete_reason = before
         if found.error is not None:
-            self._errors.on_exception(
-                found.error, f"looking for tensors among the {side}s of {name}"
-            )
+            self._errors.on_exception(found.error, f"searching the {side}s of {name} for tensors")

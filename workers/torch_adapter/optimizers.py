@@ -1,8 +1,8 @@
-"""Registered optimizers: their variables, and the end of a step they mark.
+"""Capture the variables of registered optimizers, and end steps at their updates.
 
-Variables are called `optimizer/<parameter>/<key>` (`optimizer/Net_fc1.weight/exp_avg`) and have the
-values before the update. A parameter of no registered module is `group<i>.<j>` there, and
-`<k>.group<i>.<j>` of the k-th further optimizer.
+Variables are named `optimizer/<parameter>/<key>` (`optimizer/Net_fc1.weight/exp_avg`) and have the values
+before the update. A parameter outside of registered modules is named `group<i>.<j>`, and that of the k-th
+further optimizer `<k>.group<i>.<j>`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from smdist.workers.torch_adapter.tensor_access import Value, readable
 
 __all__ = ["Optimizers"]
 
-_CUT = "an exception interrupted the capture of what its optimizer keeps"
+_INCOMPLETE = "an exception interrupted the capture of its optimizer variables"
 
 
 class Optimizers:
@@ -35,7 +35,7 @@ class Optimizers:
         before_update: Callable[[Optimizer], None],
         after_update: Callable[[], None],
     ) -> None:
-        """`before_update` is called in recorded steps, `after_update` where `mark_steps` says so."""
+        """`before_update` is called in recorded steps, `after_update` after `mark_steps` was called."""
         self._recorder, self._errors, self._parameters = core.recorder, core.errors, parameters
         self._arrived = arrived
         self._before_update, self._after_update = before_update, after_update
@@ -55,7 +55,7 @@ class Optimizers:
         self._optimizers.append(optimizer)
 
     def mark_steps(self) -> None:
-        """From now on every update of the first optimizer is reported."""
+        """Report every update of the first optimizer from now on."""
         if self._boundary is None and self._optimizers:
             self._boundary = self._optimizers[0].register_step_post_hook(
                 Callback(lambda *_: self._after_update())
@@ -71,7 +71,7 @@ class Optimizers:
     # -- a recorded step ----------------------------------------------------------------------
 
     def arm(self, *, anyway: bool) -> list[Hashable]:
-        """Watch the next update if its variables are wanted, or `anyway`; tokens of those wanted."""
+        """Watch the next update if its variables are wanted, or `anyway`; return tokens of those wanted."""
         wanted = [
             ("optimizer", id(optimizer))
             for place, optimizer in enumerate(self._optimizers)
@@ -94,13 +94,11 @@ class Optimizers:
     def _before(self, place: int, optimizer: Optimizer, *_: Any) -> None:
         if not self._recorder.recording:
             return
-        cut = self._recorder.hold_incomplete(_CUT)
-        try:
+        before = self._recorder.hold_incomplete(_INCOMPLETE)
+        with self._errors.guard("capturing optimizer variables"):
             found = list(self._variables(place, optimizer))
             self._recorder.offer_many(tuple(n for n, _ in found), [t for _, t in found])
-        except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._errors.on_exception(error, "capturing optimizer variables")
-        self._recorder.incomplete_reason = cut
+        self._recorder.incomplete_reason = before
         self._before_update(optimizer)
         self._arrived(("optimizer", id(optimizer)))
 
@@ -118,4 +116,4 @@ class Optimizers:
                     try:
                         yield full_name, readable(value)
                     except CaptureError as error:
-                        self._errors.warn_once(f"{full_name} was not captured: {error}")
+                        self._errors.warn_not_captured(full_name, error)

@@ -1,4 +1,7 @@
-"""The parameters of all registered roots, by name."""
+"""Know the parameters of all registered roots by name, and capture their values.
+
+`Recording` calls `refresh` and `save_values` at the start of each captured step.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,7 @@ _lazy: Callable[[torch.Tensor], bool] = is_lazy  # typed so that a Parameter cou
 
 
 class _Values:
-    """Values that were captured together, and how they were. As long as that has not changed, they
-    can be read again without another look."""
+    """Parameters that were captured together. While they are `unchanged` they are read without checks."""
 
     def __init__(self, part: PartPlan, tensors: Sequence[Value]) -> None:
         self.part, self.tensors = part, tensors
@@ -36,7 +38,7 @@ class _Values:
 
     @property
     def unchanged(self) -> bool:
-        """All that `readable` and `describe` would find out, of tensors that fill their storage."""
+        """Check what `readable` and `describe` check, for tensors that fill their storage."""
         for tensor, dtype, shape, nbytes in self._facts:
             if (
                 type(tensor) is not nn.Parameter
@@ -57,7 +59,7 @@ class Parameters:
         self._roots: list[tuple[nn.Module, str]] = []
         self._names: dict[int, str] = {}
         self._modules: list[nn.Module] = []
-        self._places: list[dict[str, Any]] = []  # of their members
+        self._tables: list[dict[str, Any]] = []
         self._members: list[int] = []
         self._values: dict[StepPlan, _Values] = {}
 
@@ -73,13 +75,12 @@ class Parameters:
         return self._names.get(id(parameter))
 
     def refresh(self) -> None:
-        """Look again if a script has put others in the place of parameters or modules we know, or
-        has added some."""
-        if _members(self._places) != self._members:
+        """List the parameters again if a script has replaced or added parameters or modules."""
+        if _members(self._tables) != self._members:
             self._list()
 
     def forget(self) -> None:
-        """The configuration changed: plans of before will not come again."""
+        """Forget what was captured under plans of the configuration before."""
         self._values.clear()
 
     def _list(self) -> None:
@@ -87,10 +88,10 @@ class Parameters:
         for root, name in self._roots:
             for entry in parameters_of(root, name):
                 found.setdefault(id(entry.parameter), entry)
-        # The modules are kept too, as parameters are in `entries`, or ids would come again.
+        # Keeps the modules alive, as `entries` does the parameters: their ids must not be reused.
         self._modules = [module for root, _ in self._roots for module in root.modules()]
-        self._places = [d for m in self._modules for d in (m._modules, m._parameters)]
-        self._members = _members(self._places)
+        self._tables = [d for m in self._modules for d in (m._modules, m._parameters)]
+        self._members = _members(self._tables)
         self._values.clear()
         self.entries = list(found.values())
         self._names = {key: entry.name for key, entry in found.items()}
@@ -110,7 +111,7 @@ class Parameters:
             try:
                 tensors.append(readable(parameter))
             except CaptureError as error:
-                self._errors.warn_once(f"{name} was not captured: {error}")
+                self._errors.warn_not_captured(name, error)
                 continue
             names.append(name)
         done = self._recorder.offer_many(tuple(names), tensors)
@@ -118,6 +119,6 @@ class Parameters:
             self._values[plan] = _Values(*done)
 
 
-def _members(places: Sequence[dict[str, Any]]) -> list[int]:
-    """Of modules and parameters in these dictionaries. No Python runs per module: there are many."""
-    return list(map(id, chain.from_iterable(map(dict.values, places))))
+def _members(tables: Sequence[dict[str, Any]]) -> list[int]:
+    """Return the ids of all values of these dictionaries. Runs no Python per module: there are many."""
+    return list(map(id, chain.from_iterable(map(dict.values, tables))))

@@ -1,10 +1,14 @@
-"""What a torch hook hangs on models, losses and optimizers, and what happens there.
+"""Register hooks on models, losses and optimizers, and capture what they show.
 
-A counting root begins steps (`StepClock`); on a step that is not due that is all. On a due step, in
-this order: the step before is closed, weights are captured, hooks for gradients, modules and
-optimizers are armed. Once everything that was expected has come the step is closed; what has not
-come when the next step begins will not come. Hooks are taken off again at the next step that is not
-due.
+A counting root begins steps (`StepClock`); an idle step costs nothing else. On a due step, in this order:
+
+    the step before is closed
+    weights are captured
+    hooks for gradients, modules and optimizers are armed
+
+Once everything expected has arrived the step is closed. What has not arrived when the next step begins
+will not arrive. Hooks are removed at the next idle step. `HookCore` calls the listener's methods, the
+rest is called by torch's hooks on the training thread.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ from smdist.workers.torch_adapter.tensor_access import Value
 
 __all__ = ["Recording"]
 
-_FORWARD = "an exception ended its forward pass"
+_FORWARD_FAILED = "an exception ended its forward pass"
 
 
 class _Root(NamedTuple):
@@ -49,6 +53,8 @@ class _Root(NamedTuple):
 
 
 class Recording(StepListener):
+    """The torch adapter of one hook."""
+
     def __init__(self, core: HookCore[Value]) -> None:
         self._core = core
         self._clock, self._recorder, self._errors = core.clock, core.recorder, core.errors
@@ -56,11 +62,13 @@ class Recording(StepListener):
         self._roots: list[_Root] = []
         self._losses: list[nn.Module] = []
         self._handles: list[RemovableHandle] = []
-        self._ends: list[RemovableHandle] = []
+        self._end_handles: list[RemovableHandle] = []
         self._eager = ExitStack()
-        self._primed = False
-        self._entered = ""  # the counting root whose forward may begin a step
-        self._handled: BaseException | None = None  # what the script was handling then
+        self._armed_for_graph = False
+        self._entered = ""  # the counting root whose forward runs
+        self._handled: BaseException | None = (
+            None  # the exception that the script was handling then
+        )
         self._missed_calls = MissedCallDetector(core.errors)
         self.modules = Modules(core, self._arrived, self._enter)
         self._parameters = Parameters(core)
@@ -90,9 +98,9 @@ class Recording(StepListener):
         self._roots.append(known)
         callback: Callback
         if counts and not known.compiled:
-            callback = Counting(self._clock, partial(self._on_counting, known))
+            callback = Counting(self._clock, partial(self._on_counting_forward, known))
         else:
-            callback = Callback(partial(self._on_other, known))
+            callback = Callback(partial(self._on_other_forward, known))
         self._handles.append(root.register_forward_pre_hook(callback, with_kwargs=True))
         self._handles += stop_outer_graphs(root)
         self._missed_calls.watch(name, root)
@@ -125,7 +133,7 @@ class Recording(StepListener):
         self._bind()
 
     def _bind(self) -> list[str]:
-        """Answer collections that asked for a module's tensors; classes of those nobody knows."""
+        """Give collections the names of modules they asked for; return the classes of unknown ones."""
         unknown = []
         for collection in self._core.manager.get_collections().values():
             for request in collection.unbound_requests:
@@ -140,7 +148,7 @@ class Recording(StepListener):
 
     # -- every forward ------------------------------------------------------------------------
 
-    def _on_counting(
+    def _on_counting_forward(
         self, root: _Root, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         if in_backward():
@@ -152,35 +160,37 @@ class Recording(StepListener):
             self.modules.record_inputs(root.name, args, kwargs)
 
     def incomplete_reason(self) -> str:
-        return _FORWARD if self._entered else ""
+        return _FORWARD_FAILED if self._entered else ""
 
-    def _on_other(
+    def _on_other_forward(
         self, root: _Root, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         if root.counts or self._clock.awaiting_next_step:
-            self._on_counting(root, module, args, kwargs)
+            self._on_counting_forward(root, module, args, kwargs)
         elif self._recorder.plan is not None and not in_backward():
             self.modules.record_inputs(root.name, args, kwargs)
         if root.compiled and self._recorder.recording and self.modules.inside:
             self._run_eagerly()
 
     def _enter(self) -> bool:
-        """A module runs, which may begin a step; is it part of one that is being recorded?"""
+        """Begin a step if the running module does; check whether the current step is recorded."""
         if self._clock.awaiting_next_step and self._clock.forward():
             self._entered = ""
             self._core.on_step_start()
         plan = self._recorder.plan
-        # After a change of mode the step before may still get its gradients, but nothing else.
+        # After a change of mode the step before may still receive gradients, but nothing else.
         return plan is not None and plan.mode is self._clock.mode
 
     def _run_eagerly(self) -> None:
-        """Run this forward of a compiled root as it is written: its graph has no place for hooks.
+        """Run this forward of a compiled root uncompiled: its graph calls no hooks.
 
-        What was compiled stays, for the steps that are not recorded.
+        The compiled code stays, for steps that are not recorded.
         """
         stance = getattr(torch.compiler, "set_stance", None)
         if stance is None:
-            self._errors.warn_once("submodules of a compiled model need torch 2.6 to be captured")
+            self._errors.warn_once(
+                "Submodules of a compiled model are not captured: this needs torch 2.6 or later."
+            )
         else:
             self._eager.close()
             self._eager.enter_context(stance("force_eager"))
@@ -201,12 +211,12 @@ class Recording(StepListener):
         assert plan is not None
         for kind in self._bind():
             self._errors.warn_once(
-                f"a {kind} given to add_module_tensors() is not part of a registered module"
+                f"A {kind} passed to add_module_tensors() is not captured: register the model it belongs to."
             )
         if self._clock.step_on == "optimizer" and not len(self._optimizers):
             self._errors.warn_once(
-                "step_on='optimizer' without an optimizer: all forwards are one step; call "
-                "hook.register_optimizer(optimizer)"
+                "step_on='optimizer' without an optimizer: all forwards count as one step. Call "
+                "hook.register_optimizer(optimizer)."
             )
         self._parameters.refresh()
         self._parameters.save_values()
@@ -214,10 +224,10 @@ class Recording(StepListener):
         tokens += self._gradients.arm(self._parameters.entries, self._optimizers)
         tokens += self.modules.arm(plan)
         tokens += self._optimizers.arm(anyway=self._gradients.synced)
-        if not self._ends:
-            self._ends = [
+        if not self._end_handles:
+            self._end_handles = [
                 root.module.register_forward_hook(
-                    Callback(partial(self._on_end, root)), always_call=True
+                    Callback(partial(self._on_forward_end, root)), always_call=True
                 )
                 for root in self._roots
                 if root.counts or root.compiled
@@ -228,23 +238,23 @@ class Recording(StepListener):
         self._disarm()
         outside = any(root.compiled for root in self._roots)
         in_graph = within_outer_graph if outside else within_compiled
-        if not (self._primed or next_due == NEVER) and in_graph():
-            # A graph watches the hooks of a module only if there were any when it was compiled.
+        if not (self._armed_for_graph or next_due == NEVER) and in_graph():
+            # A graph calls the hooks of a module only if there were some when it was compiled.
             self.modules.arm(self._core.planner.at(self._clock.mode, next_due), only_losses=outside)
             self._clock.due = NEXT_STEP
-        self._primed = True
+        self._armed_for_graph = True
 
     def awaits_gradients(self) -> bool:
         return self._recorder.recording and self._gradients.pending
 
-    def _on_end(self, root: _Root, *_: Any) -> None:
+    def _on_forward_end(self, root: _Root, *_: Any) -> None:
         if in_backward():
             return
         self._eager.close()
-        # torch calls this, too, for a forward that raised.
+        # torch also calls this for a forward that raised.
         ended = self._entered == root.name and sys.exc_info()[1] is self._handled
         self._handled = None
-        if ended and self._recorder.incomplete_reason == _FORWARD:
+        if ended and self._recorder.incomplete_reason == _FORWARD_FAILED:
             self._recorder.incomplete_reason = ""
         if self._recorder.recording and root.counts:
             self._arrived(("forward", root.name))
@@ -252,7 +262,7 @@ class Recording(StepListener):
     def _arrived(self, token: Hashable) -> None:
         if self._recorder.arrived(token) and self._clock.step_on == "forward":
             self._recorder.incomplete_reason = (
-                ""  # all is there, though the backward pass may still be at it
+                ""  # all is there, though the backward pass may still run
             )
             self._recorder.close()
 
@@ -262,9 +272,9 @@ class Recording(StepListener):
         self._missed_calls.report_at_end()
 
     def _disarm(self) -> None:
-        for handle in self._ends:
+        for handle in self._end_handles:
             handle.remove()
-        self._ends.clear()
+        self._end_handles.clear()
         self._gradients.disarm()
         self.modules.disarm()
         self._optimizers.disarm()

@@ -1,9 +1,9 @@
-"""How torch tensors are described and read."""
+"""Describe and read torch tensors: what the capture calls, on the thread that captures."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Union
+from typing import Any, Union
 
 import numpy.typing as npt
 import torch
@@ -11,9 +11,7 @@ import torch
 from smdist.errors import CaptureError
 from smdist.format.dtypes import dtype_code
 from smdist.workers.capture.tensor_access import CopyHandle, NumpyAccess
-
-if TYPE_CHECKING:
-    from smdist.workers.torch_adapter.device_copy import DeviceReader
+from smdist.workers.torch_adapter.device_copy import DeviceReader
 
 __all__ = ["TorchAccess", "Value", "describe", "readable"]
 
@@ -45,13 +43,13 @@ _CODES: dict[torch.dtype, tuple[str, int]] = {
     )
     if hasattr(torch, name)
 }
-# Elements are moved as integers: every bit pattern arrives as it is, whatever the type can do.
+# Elements are moved as integers: every bit pattern is kept, and every type can be copied.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` as one whose bytes are in one place; CaptureError for one that has none there."""
+    """Return `tensor` as a plain dense one; raise CaptureError if its values cannot be read here."""
     if type(tensor) not in _PLAIN:
         if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             raise CaptureError(f"a {type(tensor).__name__} keeps its values elsewhere")
@@ -66,18 +64,17 @@ def readable(tensor: torch.Tensor) -> torch.Tensor:
         held = tensor.untyped_storage().nbytes()
     except RuntimeError as error:
         raise CaptureError(f"its values cannot be read here: {error}") from error
-    # TensorAdapter what a script has freed (FSDP does, between uses) would end the process. A tensor
-    # that fills its storage is the usual case, and the cheap one.
+    # Reading freed storage would end the process; FSDP frees it between uses. A tensor that fills its
+    # storage is the usual case, and the cheap one.
     if held != tensor.nbytes and held < _extent(tensor):
         raise CaptureError(
-            "its storage was freed or shrunk; nothing is there to read at this moment, so leave it "
-            "out of what is saved, or save it with save_tensor() while it is there"
+            "its storage was freed or shrunk. Exclude it, or call save_tensor() while it is allocated"
         )
     return tensor
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Bytes from the beginning of its storage to the end of its last element."""
+    """Return the bytes from the beginning of its storage to the end of its last element."""
     if not tensor.numel():
         return 0
     sides = zip(tensor.shape, tensor.stride(), strict=True)
@@ -87,13 +84,13 @@ def _extent(tensor: torch.Tensor) -> int:
 
 def _unknown(dtype: torch.dtype) -> str:
     return (
-        f"elements of type {dtype} cannot be stored; leave it out of what is saved, or save a "
-        "converted copy with save_tensor()"
+        f"elements of type {dtype} cannot be stored. Exclude it, or save a converted copy with "
+        "save_tensor()"
     )
 
 
 def describe(value: Value) -> tuple[str, tuple[int, ...], int]:
-    """Code of the element type, shape, size in bytes."""
+    """Return the code of the element type, the shape, and the size in bytes."""
     if isinstance(value, torch.Tensor):
         known = _CODES.get(value.dtype)
         if known is None:
@@ -107,7 +104,7 @@ class TorchAccess:
 
     def __init__(self) -> None:
         self._arrays = NumpyAccess()
-        self._device: DeviceReader | None = None
+        self._device = DeviceReader()
 
     def on_device(self, tensor: Value) -> bool:
         return isinstance(tensor, torch.Tensor) and not tensor.is_cpu
@@ -136,27 +133,20 @@ class TorchAccess:
             return self._arrays.contiguous(tensor)
         tensor = tensor.detach().resolve_conj().resolve_neg()
         bits = _BITS.get(tensor.element_size())
-        # Some element types cannot be copied as themselves on every device.
+        # Not every device can copy every element type.
         if bits is None:
             return tensor.contiguous()
         return tensor.view(bits).contiguous().view(tensor.dtype)
 
     def start_copy(self, tensor: Value, target: memoryview) -> CopyHandle:
         assert isinstance(tensor, torch.Tensor)
-        return self._reader().start_copy(tensor, target)
+        return self._device.start_copy(tensor, target)
 
     def start_measure(
         self, tensor: Value, columns: Sequence[str], target: memoryview
     ) -> CopyHandle:
         assert isinstance(tensor, torch.Tensor)
-        return self._reader().start_measure(tensor, columns, target)
-
-    def _reader(self) -> DeviceReader:
-        if self._device is None:
-            from smdist.workers.torch_adapter.device_copy import DeviceReader
-
-            self._device = DeviceReader()
-        return self._device
+        return self._device.start_measure(tensor, describe(tensor)[0], columns, target)
 
 
 def _as_bits(tensor: torch.Tensor) -> torch.Tensor:

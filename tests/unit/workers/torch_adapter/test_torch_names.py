@@ -18,7 +18,7 @@ from torch import nn
 
 from smdist.workers.torch_adapter.callbacks import Callback
 from smdist.workers.torch_adapter.module_names import Names, entrance, inner, parameters_of
-from smdist.workers.torch_adapter.nested_tensors import MOST_ENTRIES, tensors_in
+from smdist.workers.torch_adapter.nested_tensors import MAX_ENTRIES, tensors_in
 
 
 class Block(nn.Module):
@@ -215,7 +215,7 @@ def test_a_tree_whose_nodes_know_their_parents_has_each_tensor_once() -> None:
         level = [child for node in level for child in node.children]
     found = tensors_in(root)
     assert len(found.tensors) == len({id(t) for t in found.tensors}) == 1 + 3 + 9 + 27 + 81
-    assert not found.cut
+    assert not found.truncated
 
 
 def test_one_thing_in_many_places_is_not_looked_at_in_each() -> None:
@@ -271,17 +271,17 @@ def test_a_long_sequence_without_tensors_is_not_read_to_its_end() -> None:
     numbers = Counted(range(1_000_000))
     found = tensors_in({"ids": numbers, "x": last})
     assert found.tensors == [last]
-    assert found.cut
-    assert numbers.looks <= 2 * MOST_ENTRIES
+    assert found.truncated
+    assert numbers.looks <= 2 * MAX_ENTRIES
     nested = [[list(range(300)) for _ in range(300)] for _ in range(300)]
-    assert tensors_in((nested, last)).cut
+    assert tensors_in((nested, last)).truncated
 
 
 def test_a_long_sequence_with_tensors_is() -> None:
-    many: list[object] = [None] * (MOST_ENTRIES - 1) + [torch.ones(1)] * 1000
+    many: list[object] = [None] * (MAX_ENTRIES - 1) + [torch.ones(1)] * 1000
     found = tensors_in(many)
     assert len(found.tensors) == 1000
-    assert not found.cut
+    assert not found.truncated
 
 
 def test_a_submodule_called_like_the_class_of_its_root() -> None:

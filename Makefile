@@ -44,15 +44,16 @@ PIP_INSTALL := -m pip install -qq
 # The build uses the setuptools of the environment, so rebuilding the kernel needs no network.
 EDITABLE := --no-build-isolation --editable
 
-.PHONY: help setup demo test test-fast test-main test-tensorflow test-horovod test-oldest soak check format bench clean distclean
+.PHONY: help setup demo test test-fast test-main test-kernel test-tensorflow test-horovod test-oldest soak check format bench clean distclean
 
 help:
 	@echo "make demo         capture a small distributed job and ask which rank went wrong"
 	@echo "make test-fast    unit and contract tests in about a minute, while you work: without what needs"
 	@echo "                  torch, an S3 server or seconds, and with fewer random examples"
-	@echo "make test         all tests, in parts: the three below, one after the other"
+	@echo "make test         all tests, in parts: the four below, one after the other"
 	@echo "                  (with ARGS=... the first part alone; ARGS goes to pytest)"
 	@echo "make test-main        what needs neither TensorFlow nor Horovod"
+	@echo "make test-kernel      the C kernel under ASan and UBSan, compiled with -Wall -Wextra -Werror"
 	@echo "make test-tensorflow  the hooks for TensorFlow, with Keras 3 and with Keras 2"
 	@echo "make test-horovod     jobs under Horovod and MultiWorkerMirrored, merged by a coordinator"
 	@echo "                  (the first of the last two builds Horovod, once: ten minutes on two cores)"
@@ -60,7 +61,7 @@ help:
 	@echo "                  drawn by SMDIST_TEST_SEED, by default from the day and the commit"
 	@echo "make test-oldest  unit and contract tests on Python 3.10 with the oldest dependencies"
 	@echo "                  (PYTHON310=path/to/python3.10 if it is not on PATH)"
-	@echo "make check        ruff, mypy --strict, import-linter"
+	@echo "make check        ruff, mypy --strict, import-linter, the kernel without warnings"
 	@echo "make format       let ruff rewrite what it can"
 	@echo "make bench        what capture costs, beside other tools; 63 min, QUICK=1: 5 min"
 	@echo "                  (ARGS=... goes to benchmarks/run.py: ARGS=--list, ARGS='--only s3')"
@@ -75,7 +76,7 @@ demo: setup
 # In parts, each in its environment. With ARGS, only what needs neither TensorFlow nor Horovod.
 ifeq ($(strip $(ARGS)),)
 test: setup $(VENV)/tensorflow.stamp $(HOROVOD)/smdist.stamp
-	@$(RUN_TESTS) main tensorflow horovod
+	@$(RUN_TESTS) main kernel tensorflow horovod
 else
 test: test-main
 endif
@@ -92,6 +93,10 @@ test-main: setup
 test-tensorflow: $(VENV)/tensorflow.stamp $(HOROVOD)/smdist.stamp
 	@$(RUN_TESTS) tensorflow -- $(ARGS)
 
+# The kernel's own tests, with a kernel compiled for ASan and UBSan.
+test-kernel: setup
+	@$(RUN_TESTS) kernel -- $(ARGS)
+
 # Jobs run in the environment with Horovod, tests and coordinator in the main one.
 test-horovod: setup $(HOROVOD)/smdist.stamp
 	@$(RUN_TESTS) horovod -- $(ARGS)
@@ -105,6 +110,7 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy smdist tests $(wildcard examples/*.py examples/*/*.py benchmarks/*.py benchmarks/*/*.py)
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python tests/environments/sanitized_kernel.py --compile-only
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -1,6 +1,6 @@
 """Runs parts of the test suite, each in its environment, one after the other, and sums them up.
 
-    python tests/environments/matrix.py main tensorflow horovod [-- arguments for pytest]
+    python tests/environments/matrix.py main kernel tensorflow horovod [-- arguments for pytest]
 
 All of them run, whatever fails before. What failed is named again at the end, and the last line
 counts everything. The environments must be there: `make test` makes them.
@@ -32,15 +32,18 @@ class Session:
     title: str
     environment: str
     folder: str = ""
-    parallel: bool = False
+    parallel: bool = True
+    program: str = ""  # runs pytest, where that takes preparation
 
     def command(self, workers: str, more: Sequence[str]) -> list[str]:
-        options = [f"-n{workers}", "--dist=loadfile"] if self.parallel else ["-n0"]
+        # A worker that is done takes tests from another: single files last for a minute.
+        options = [f"-n{workers}", "--dist=worksteal"] if self.parallel else ["-n0"]
         # Whoever names files means those, not the whole folder.
         named = any(word.startswith(("tests/", "./tests/")) for word in more)
         folder = [self.folder] if self.folder and not named else []
         python = ROOT / self.environment / "bin" / "python"
-        return [str(python), "-m", "pytest", *options, *folder, *more]
+        program = [self.program] if self.program else ["-m", "pytest"]
+        return [str(python), *program, *options, *folder, *more]
 
 
 @dataclass(frozen=True)
@@ -54,12 +57,15 @@ class Result:
 # What pytest collects by itself leaves the other folders out (pyproject.toml). Jobs under Horovod are
 # watched from the main environment: all that the two share is the store.
 PARTS = {
-    "main": [Session("main", ".venv", parallel=True)],
+    "main": [Session("main", ".venv")],
+    "kernel": [
+        Session("kernel, sanitized", ".venv", program="tests/environments/sanitized_kernel.py")
+    ],
     "tensorflow": [
         Session("TensorFlow, Keras 3", ".venv", "tests/tensorflow"),
         Session("TensorFlow, Keras 2", ".venv-horovod", "tests/tensorflow"),
     ],
-    "horovod": [Session("Horovod", ".venv", "tests/horovod")],
+    "horovod": [Session("Horovod", ".venv", "tests/horovod", parallel=False)],
 }
 
 

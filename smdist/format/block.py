@@ -1,11 +1,11 @@
-"""Read tensors and statistics out of a block: which bytes to fetch, and what they say.
+"""Read tensors and statistics from a block: which bytes to fetch, and how to check and decode them.
 
-A reader asks for spans, fetches them however it likes (coalesced, concurrently), adds the block's
-offset (`StepEntry.offset`) itself, and hands the bytes back. Nothing is returned whose checksum
-does not fit: CorruptObject names the object and the tensor.
+A reader asks for the byte ranges, fetches them in any way (coalesced, concurrently), adds the block's
+offset (`StepEntry.offset`), and passes the bytes back. Data whose checksum does not match is never
+returned: CorruptObject names the object and the tensor.
 
-A checksum is that of the tensor's bytes and of what they are (`identity`, then `label`), so bytes of another
-step, block, tensor, rank or run do not pass for them, wherever they come from.
+A checksum covers the identity of the data (`checksum_seed`, then the tensor's label) and the bytes. So
+bytes of another step, block, tensor, rank or run do not match, wherever they come from.
 """
 
 from __future__ import annotations
@@ -44,50 +44,52 @@ STATISTICS = ".statistics"
 
 
 class ByteRange(NamedTuple):
-    """Bytes `[start, stop)`, from the start of the block."""
+    """The bytes `[start, stop)`, counted from the start of the block."""
 
     start: int
     stop: int
 
     def shifted(self, offset: int) -> ByteRange:
-        """The same bytes counted from the start of the object, for a block at `offset`."""
+        """Return the range counted from the start of the object, for a block at `offset`."""
         return ByteRange(self.start + offset, self.stop + offset)
 
 
 class DataRanges(NamedTuple):
+    """Where the data is, and where its checksum is."""
+
     data: ByteRange
     checksum: ByteRange  # 4 bytes
 
 
 class ObjectLocation(NamedTuple):
-    """What an error names."""
+    """The object that an error names."""
 
     url: str
     key: str
 
 
 def crc32c(data: bytes | bytearray | memoryview, before: int = 0) -> int:
-    """`before`: of what comes before `data`."""
-    # The C function takes no memoryview, writable or not; an array over it is no copy.
+    """Return the CRC32C of `data`, continued from `before`, the CRC32C of the preceding bytes."""
+    # The C function accepts no memoryview; an array over one makes no copy.
     if len(data) == 0:
         return before
     return int(google_crc32c.extend(before, np.frombuffer(data, np.uint8)))
 
 
 def checksum_seed(session: str, entry: StepEntry) -> int:
-    """What the checksums of a block begin with. A session is unique, and so is a block in it."""
+    """Return the CRC32C of a block's identity. A session is unique, and so is a block in it."""
     what = f"{session}/{entry.mode}/{entry.mode_step}/{entry.block}/{entry.layout}/"
     return crc32c(what.encode())
 
 
 def header_label(name: str) -> str:
-    """A tensor's name among our own, which begin with a dot: it cannot take one of these."""
+    """Return a tensor's name in the header. Reserved names begin with one dot, so its own get two."""
     return f".{name}" if name.startswith(".") else name
 
 
-def data_checksum(of_block: int, name: str, data: bytes | memoryview) -> int:
-    """`of_block` by `identity`, `name` a label, or STATISTICS."""
-    return crc32c(data, crc32c(name.encode(errors="surrogatepass"), of_block))
+def data_checksum(seed: int, label: str, data: bytes | memoryview) -> int:
+    """Return the checksum of a tensor (`label` by `header_label`) or of the statistics (STATISTICS)."""
+    return crc32c(data, crc32c(label.encode(errors="surrogatepass"), seed))
 
 
 def entries_by_name(layout: Layout) -> dict[str, TensorEntry]:
@@ -95,52 +97,52 @@ def entries_by_name(layout: Layout) -> dict[str, TensorEntry]:
 
 
 def tensor_ranges(layout: Layout, entry: TensorEntry) -> DataRanges | None:
-    """What `read_tensor` needs; None when the tensor has no raw bytes in this block."""
+    """Return what `read_tensor` needs; None if the tensor has no raw bytes in this block."""
     if entry.offset < 0:
         return None
     data = ByteRange(entry.offset, entry.offset + entry.nbytes)
-    return DataRanges(data, _checksum_span(layout, entry.order))
+    return DataRanges(data, _checksum_range(layout, entry.order))
 
 
 def statistics_ranges(layout: Layout) -> DataRanges | None:
-    """What `read_statistics` needs: the rows of all tensors at once, they are few bytes."""
+    """Return what `read_statistics` needs: the rows of all tensors, as they are few bytes."""
     if layout.rows == 0:
         return None
     start = layout.statistics_offset
     data = ByteRange(start, start + layout.statistics_nbytes)
-    return DataRanges(data, _checksum_span(layout, len(layout.tensors)))
+    return DataRanges(data, _checksum_range(layout, len(layout.tensors)))
 
 
-def _checksum_span(layout: Layout, index: int) -> ByteRange:
+def _checksum_range(layout: Layout, index: int) -> ByteRange:
     start = layout.checksums_offset + 4 * index
     return ByteRange(start, start + 4)
 
 
 def read_tensor(
-    entry: TensorEntry, data: bytes, stored: bytes, place: ObjectLocation, of_block: int
+    entry: TensorEntry, data: bytes, stored: bytes, location: ObjectLocation, seed: int
 ) -> Array:
-    """The tensor, over `data` (writable exactly when `data` is); `of_block` by `identity`."""
-    found = data_checksum(of_block, header_label(entry.name), data)
-    _verify(data, entry.nbytes, stored, found, f"tensor {entry.name!r}", place)
+    """Return the tensor as a view of `data`; raise CorruptObject if the checksum differs."""
+    found = data_checksum(seed, header_label(entry.name), data)
+    _verify(data, entry.nbytes, stored, found, f"tensor {entry.name!r}", location)
     try:
         return decode(data, entry.dtype, entry.shape)
     except ValueError as error:
-        raise CorruptObject(*place, "read", f"tensor {entry.name!r}: {error}") from error
+        raise CorruptObject(*location, "read", f"tensor {entry.name!r}: {error}") from error
 
 
 def read_statistics(
-    layout: Layout, data: bytes, stored: bytes, place: ObjectLocation, of_block: int
+    layout: Layout, data: bytes, stored: bytes, location: ObjectLocation, seed: int
 ) -> Array:
-    """The float64 matrix `[rows, columns]`."""
-    found = data_checksum(of_block, STATISTICS, data)
-    _verify(data, layout.statistics_nbytes, stored, found, "statistics", place)
+    """Return the float64 matrix `[rows, columns]`; raise CorruptObject if the checksum differs."""
+    found = data_checksum(seed, STATISTICS, data)
+    _verify(data, layout.statistics_nbytes, stored, found, "statistics", location)
     return np.frombuffer(data, "<f8").reshape(layout.rows, len(layout.columns))
 
 
 def statistics_row(
     layout: Layout, entry: TensorEntry, matrix: Array
 ) -> tuple[tuple[str, ...], Array] | None:
-    """What was measured of a tensor: columns and their values; None when nothing was."""
+    """Return the measured columns of a tensor and their values; None if nothing was measured."""
     if entry.row < 0:
         return None
     row = matrix[entry.row]
@@ -151,15 +153,15 @@ def statistics_row(
 
 
 def _verify(
-    data: bytes, nbytes: int, stored: bytes, found: int, what: str, place: ObjectLocation
+    data: bytes, nbytes: int, stored: bytes, found: int, what: str, location: ObjectLocation
 ) -> None:
     if len(data) != nbytes or len(stored) != 4:
-        detail = f"{what}: the object ends too early ({len(data)} of {nbytes} bytes)"
-        raise CorruptObject(*place, "read", detail)
+        detail = f"{what}: the object is too short ({len(data)} of {nbytes} bytes)"
+        raise CorruptObject(*location, "read", detail)
     written = int.from_bytes(stored, "little")
     if written != found:
         detail = (
-            f"{what}: CRC32C is {found:08x}, was {written:08x} when it was written: the bytes are "
-            "damaged, or of something else"
+            f"{what}: CRC32C is {found:08x}, but {written:08x} was stored; the bytes are damaged or "
+            "belong to other data"
         )
-        raise CorruptObject(*place, "read", detail)
+        raise CorruptObject(*location, "read", detail)

@@ -1,15 +1,14 @@
 """Element types and the safetensors header. Pure.
 
-An element type goes by a short code, in layouts and in the journal. Most codes are those of
-safetensors, and a segment's header uses them. One code that a reader does not know makes the whole
-file unreadable to it, so the header only uses what safetensors has read since 0.4; a tensor of any
-other type is shown there in a portable form, bytes unchanged:
+Layouts and the journal use a short code per element type, mostly those of safetensors. A segment's
+header uses only codes that safetensors reads since 0.4, because one unknown code makes a whole file
+unreadable. Tensors of other types have a portable form in the header, with the same bytes:
 
     C64, C128                           float pairs: F32 or F64 with one more dimension, of size 2
     F8_E4M3FNUZ, F8_E5M2FNUZ, F8_E8M0   U8
 
-and the segment's metadata names its true type. Types that none of these can hold without loss are
-refused by `dtype_code`.
+The segment's metadata has the true type. `dtype_code` rejects types that none of these can hold
+without loss.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ _NATIVE: dict[str, np.dtype[Any]] = {
 }
 _PAIRS: dict[str, np.dtype[Any]] = {"C64": np.dtype("<c8"), "C128": np.dtype("<c16")}
 _PAIR_OF = {"C64": "F32", "C128": "F64"}
-# Older ml_dtypes lack some; a run that holds such tensors then needs a newer one to be read.
+# Older versions of ml_dtypes lack some of these. Reading such tensors then needs a newer one.
 _BYTES: dict[str, np.dtype[Any]] = {
     code: np.dtype(getattr(ml_dtypes, name))
     for code, name in (
@@ -79,7 +78,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 def dtype_code(dtype: np.dtype[Any] | type) -> str:
-    """The code of a numpy or ml_dtypes type; CaptureError when it has none."""
+    """Return the code of a numpy or ml_dtypes type; raise CaptureError if it has none."""
     code = _CODES.get(np.dtype(dtype))
     if code is None:
         raise CaptureError(
@@ -90,7 +89,7 @@ def dtype_code(dtype: np.dtype[Any] | type) -> str:
 
 
 def numpy_dtype(code: str) -> np.dtype[Any]:
-    """The type a code stands for; ValueError when nobody here knows it."""
+    """Return the type of a code; raise ValueError if the code is unknown."""
     dtype = _DTYPES.get(code)
     if dtype is None:
         raise ValueError(f"unknown element type {code!r}; a newer smdist or ml_dtypes may know it")
@@ -108,23 +107,23 @@ def itemsize(code: str) -> int:
 def decode(
     data: bytes | bytearray | memoryview, code: str, shape: tuple[int, ...]
 ) -> np.ndarray[Any, np.dtype[Any]]:
-    """An array over `data`, without copying: it is writable exactly when `data` is.
+    """Return an array over `data` without copying; it is writable if `data` is.
 
-    ValueError when the size of `data` is not what `code` and `shape` ask for.
+    Raises ValueError when the size of `data` does not fit `code` and `shape`.
     """
     dtype = numpy_dtype(code)
     expected = prod(shape) * dtype.itemsize
     size = memoryview(data).nbytes
     if size != expected:
-        raise ValueError(f"{size} bytes, but {code} {list(shape)} has {expected}")
+        raise ValueError(f"{size} bytes instead of {expected} for {code} {list(shape)}")
     return np.frombuffer(data, dtype=dtype).reshape(shape) if size else np.zeros(shape, dtype)
 
 
 def portable_form(code: str, shape: tuple[int, ...], nbytes: int) -> tuple[str, tuple[int, ...]]:
-    """Type and shape that the header shows for a tensor. Total: unknown things are plain bytes.
+    """Return type and shape of a tensor in the header. Never fails: unknown types become bytes.
 
-    A wrong size in the header would make every tensor of the file unreadable, so a tensor whose
-    size disagrees with its type and shape is shown as bytes too.
+    A wrong size in the header would make every tensor of the file unreadable. So a tensor whose
+    size disagrees with its type and shape becomes bytes, too.
     """
     if code in _DTYPES and prod(shape) * _DTYPES[code].itemsize == nbytes:
         if code in _NATIVE:
@@ -146,9 +145,11 @@ class HeaderEntry(NamedTuple):
 
 
 class Header(NamedTuple):
+    """A parsed safetensors header."""
+
     entries: tuple[HeaderEntry, ...]
     metadata: dict[str, str]
-    size: int  # of the header with its length field: where the data begins
+    size: int  # bytes of header and length field, which is where the data begins
 
 
 class _Item(msgspec.Struct, frozen=True):
@@ -158,11 +159,11 @@ class _Item(msgspec.Struct, frozen=True):
 
 
 def header_bytes(entries: Iterable[HeaderEntry], metadata: Mapping[str, str]) -> bytes:
-    """Length field and header, padded with spaces so that the data begins at a multiple of 8."""
+    """Return length field and header, padded with spaces to a multiple of 8."""
     items: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     for entry in entries:
         if entry.name in items or entry.name == "__metadata__":
-            raise ValueError(f"the name {entry.name!r} is taken in this header")
+            raise ValueError(f"the name {entry.name!r} is reserved or used twice in this header")
         items[entry.name] = _Item(entry.dtype, entry.shape, (entry.start, entry.stop))
     text = msgspec.json.encode(items)
     text += b" " * (-len(text) % 8)
@@ -170,14 +171,14 @@ def header_bytes(entries: Iterable[HeaderEntry], metadata: Mapping[str, str]) ->
 
 
 def header_length(data: bytes | memoryview) -> int:
-    """How many bytes of the file are header, length field included, from its first 8 bytes."""
+    """Return the size of header and length field, from the first 8 bytes of the file."""
     return int(_LENGTH.unpack_from(data)[0]) + _LENGTH.size
 
 
 def parse_header(data: bytes | memoryview) -> Header:
-    """Read back a header. `data` holds at least the header; ValueError when it does not."""
+    """Parse the header at the start of `data`; raise ValueError if it is damaged or not whole."""
     if len(data) < _LENGTH.size or len(data) < (size := header_length(data)):
-        raise ValueError("not a whole safetensors header")
+        raise ValueError("incomplete safetensors header")
     try:
         return _parse(bytes(data[_LENGTH.size : size]), size)
     except (msgspec.MsgspecError, RecursionError) as error:

@@ -1,8 +1,8 @@
-"""Fold journal records into blocks.
+"""Fold journal records into blocks. Pure; called by the uploader.
 
 A range of records `[first, upto)` gives at most one block per step, named by the ordinal of the
-step's first record in the range. Wherever the journal is cut, a reader that joins the blocks of a
-step in the order of their names, later tensors replacing earlier ones, finds the same tensors.
+step's first record in the range. A reader joins the blocks of a step in the order of their names, and
+later tensors replace earlier ones. The result does not depend on where the journal was cut.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Block", "FoldedRecords", "Source", "fold"]
 
-OfStep = Union[Part, Inline, Close, Drop]  # noqa: UP007 (3.10)
+_StepRecord = Union[Part, Inline, Close, Drop]  # noqa: UP007 (3.10)
 
 
 class Source(msgspec.Struct, frozen=True):
-    """Where the bytes of a part are, and which of its tensors count.
+    """Where the bytes of a part are, and which of its tensors are used.
 
-    `tensors` leaves out those that a later part of the block recorded again. Inline parts have
-    their bytes in `data` and `arena` -1.
+    `tensors` omits those that a later part of the block replaces. Inline parts have their bytes in
+    `data` and `arena` -1.
     """
 
     kind: Declare
@@ -52,7 +52,7 @@ class Source(msgspec.Struct, frozen=True):
 
 
 class Block(msgspec.Struct, frozen=True):
-    """What one range of the journal holds of one step; without sources it only says "closed"."""
+    """The content of one range of the journal for one step; without sources it only closes the step."""
 
     ref: StepRef
     block: int
@@ -64,9 +64,9 @@ class Block(msgspec.Struct, frozen=True):
 
 
 class FoldedRecords(msgspec.Struct, frozen=True):
-    """Everything in the records `[first, upto)`. `nbytes` is what their parts occupy in buffers.
+    """The content of the records `[first, upto)`. `nbytes`: what their parts occupy in buffers.
 
-    `described` has one entry per key, the newest. `flush`: the training thread waits for room.
+    `described` has the newest entry of each key. `flush`: the training thread waits for room.
     """
 
     first: int
@@ -81,11 +81,11 @@ class FoldedRecords(msgspec.Struct, frozen=True):
 
 
 class _Step:
-    """A block in the making."""
+    """Builds one block."""
 
     __slots__ = ("block", "closed", "opening", "parts", "planned", "time")
 
-    def __init__(self, opening: OfStep, block: int) -> None:
+    def __init__(self, opening: _StepRecord, block: int) -> None:
         self.opening, self.block, self.time = opening, block, opening.time
         self.closed = self.planned = False
         self.parts: list[tuple[Declare, Part | Inline]] = []
@@ -115,8 +115,8 @@ class _Step:
         )
 
 
-class _News:
-    """What a range says, in the making."""
+class _Collector:
+    """Collects the content of a range, record by record."""
 
     def __init__(self) -> None:
         self.steps: dict[tuple[int, int, int], _Step] = {}
@@ -127,8 +127,8 @@ class _News:
         self.flush = False
         self.nbytes = 0
 
-    def of_step(self, ordinal: int, record: OfStep, kind: Declare | None) -> None:
-        # The global number belongs to the key: ranks that number wrongly are shown, not mended.
+    def add_to_step(self, ordinal: int, record: _StepRecord, kind: Declare | None) -> None:
+        # The global number is part of the key: wrong numbers are shown to the user, not corrected.
         key = (record.mode, record.mode_step, record.step)
         step = self.steps.get(key)
         if step is None:
@@ -144,12 +144,12 @@ class _News:
                 step_number = record.step + i * record.stride
                 self.dropped.append(Dropped(record.mode, mode_step, step_number, *what))
         elif kind is None:
-            raise ValueError(f"record {ordinal} of the journal was never declared")
+            raise ValueError(f"journal record {ordinal} has no declaration")
         else:
             step.parts.append((kind, record))
             self.nbytes += kind.nbytes
 
-    def other(self, record: Declare | Describe | Trouble | Flush | End) -> None:
+    def add_other(self, record: Declare | Describe | Trouble | Flush | End) -> None:
         if isinstance(record, Trouble):
             self.troubles.append(record.message)
         elif isinstance(record, Describe):
@@ -161,22 +161,22 @@ class _News:
 
 
 def fold(pieces: Sequence[Piece]) -> FoldedRecords:
-    """The blocks and the news of consecutive records, at least one."""
-    news = _News()
+    """Return the blocks and other content of consecutive records (at least one)."""
+    collector = _Collector()
     for ordinal, record, kind in pieces:
         if isinstance(record, (Part, Inline, Close, Drop)):
-            news.of_step(ordinal, record, kind)
+            collector.add_to_step(ordinal, record, kind)
         else:
-            news.other(record)
-    steps = news.steps.values()
+            collector.add_other(record)
+    steps = collector.steps.values()
     return FoldedRecords(
         first=pieces[0].ordinal,
         upto=pieces[-1].ordinal + 1,
         blocks=tuple(step.finish() for step in steps if step.parts or step.closed),
-        dropped=tuple(news.dropped),
-        troubles=tuple(news.troubles),
-        described=tuple(news.described.values()),
-        end=news.end,
-        flush=news.flush,
-        nbytes=news.nbytes,
+        dropped=tuple(collector.dropped),
+        troubles=tuple(collector.troubles),
+        described=tuple(collector.described.values()),
+        end=collector.end,
+        flush=collector.flush,
+        nbytes=collector.nbytes,
     )

@@ -1,8 +1,8 @@
-"""Sets of small whole numbers as sorted, disjoint ranges `[start, stop)`.
+"""Sets of integers as sorted, disjoint intervals `[start, stop)`.
 
-Ranks of a step and numbers of manifests are nearly always runs, so a set of thousands is one pair.
-Numbers come from runs that somebody else may have written: a pair says little of how many it holds,
-so sets are joined and subtracted as ranges, and `Members` lists one when it is asked to.
+Ranks of a step and numbers of manifests are nearly always consecutive, so a set of thousands is one
+pair. Stored intervals may come from a foreign run, and a pair may stand for billions of numbers.
+Therefore sets are merged and subtracted as intervals, and only `Members` lists the numbers.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ __all__ = [
 
 Intervals = tuple[tuple[int, int], ...]
 StoredIntervals = tuple[tuple[Number, Number], ...]
-"""As they are decoded, to be checked by `check_spans`."""
+"""As decoded from a stored object, before `check_intervals`."""
 RankIntervals = tuple[tuple[Rank, WorldSize], ...]
-"""Likewise, of ranks."""
+"""The same for ranks."""
 
 
-def check_intervals(spans: Intervals) -> None:
-    """ValueError when they are not sorted, disjoint ranges of at least one number."""
+def check_intervals(intervals: Intervals) -> None:
+    """Raise ValueError unless the intervals are sorted, disjoint and not empty."""
     last = -1
-    for start, stop in spans:
+    for start, stop in intervals:
         if start <= last or stop <= start:
-            raise ValueError(f"[{start}, {stop}) is no range behind {last}")
+            raise ValueError(f"[{start}, {stop}) is not an interval after {last}")
         last = stop
 
 
@@ -49,17 +49,17 @@ def to_intervals(numbers: Iterable[int]) -> Intervals:
     return merge_intervals((number, number + 1) for number in numbers)
 
 
-def count_members(spans: Intervals) -> int:
-    return sum(stop - start for start, stop in spans)
+def count_members(intervals: Intervals) -> int:
+    return sum(stop - start for start, stop in intervals)
 
 
 class Members(Sequence[int]):
-    """The numbers of a set, in order. Equal to any sequence of the same numbers."""
+    """The numbers of a set in ascending order. Equal to any sequence of the same numbers."""
 
     __slots__ = ("intervals",)
 
-    def __init__(self, spans: Intervals = ()) -> None:
-        self.intervals = spans
+    def __init__(self, intervals: Intervals = ()) -> None:
+        self.intervals = intervals
 
     def __iter__(self) -> Iterator[int]:
         return chain.from_iterable(range(start, stop) for start, stop in self.intervals)
@@ -70,17 +70,17 @@ class Members(Sequence[int]):
     def __contains__(self, number: object) -> bool:
         if not isinstance(number, int):
             return False
-        place = bisect_right(self.intervals, (number, float("inf"))) - 1
-        return place >= 0 and number < self.intervals[place][1]
+        index = bisect_right(self.intervals, (number, float("inf"))) - 1
+        return index >= 0 and number < self.intervals[index][1]
 
     @overload
-    def __getitem__(self, place: int) -> int: ...
+    def __getitem__(self, index: int) -> int: ...
 
     @overload
-    def __getitem__(self, place: slice) -> tuple[int, ...]: ...
+    def __getitem__(self, index: slice) -> tuple[int, ...]: ...
 
-    def __getitem__(self, place: int | slice) -> int | tuple[int, ...]:
-        return tuple(self)[place]
+    def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
+        return tuple(self)[index]
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Members):
@@ -94,27 +94,27 @@ class Members(Sequence[int]):
         return f"Members({self.intervals})"
 
 
-def subtract(spans: Intervals, others: Intervals) -> Intervals:
-    """What is in `spans` and not in `others`."""
+def subtract(intervals: Intervals, others: Intervals) -> Intervals:
+    """Return the numbers of `intervals` that are not in `others`."""
     found: list[tuple[int, int]] = []
-    place = 0
-    for start, stop in spans:
-        while place < len(others) and others[place][1] <= start:
-            place += 1
-        at, next_one = start, place
-        while next_one < len(others) and others[next_one][0] < stop:
-            if at < others[next_one][0]:
-                found.append((at, others[next_one][0]))
-            at = max(at, others[next_one][1])
-            next_one += 1
+    first = 0
+    for start, stop in intervals:
+        while first < len(others) and others[first][1] <= start:
+            first += 1
+        at, index = start, first
+        while index < len(others) and others[index][0] < stop:
+            if at < others[index][0]:
+                found.append((at, others[index][0]))
+            at = max(at, others[index][1])
+            index += 1
         if at < stop:
             found.append((at, stop))
     return tuple(found)
 
 
-def merge_intervals(spans: Iterable[tuple[int, int]]) -> Intervals:
+def merge_intervals(intervals: Iterable[tuple[int, int]]) -> Intervals:
     found: list[tuple[int, int]] = []
-    for start, stop in sorted(spans):
+    for start, stop in sorted(intervals):
         if found and start <= found[-1][1]:
             found[-1] = (found[-1][0], max(stop, found[-1][1]))
         else:
@@ -122,25 +122,25 @@ def merge_intervals(spans: Iterable[tuple[int, int]]) -> Intervals:
     return tuple(found)
 
 
-def find_gaps(spans: Intervals) -> Intervals:
-    """What lies between 0 and the last of them, and is in none."""
-    starts = [0, *(stop for _, stop in spans)]
-    gaps = zip(starts, (start for start, _ in spans), strict=False)
+def find_gaps(intervals: Intervals) -> Intervals:
+    """Return the numbers from 0 to the last interval that are in none of them."""
+    starts = [0, *(stop for _, stop in intervals)]
+    gaps = zip(starts, (start for start, _ in intervals), strict=False)
     return tuple((begin, end) for begin, end in gaps if begin < end)
 
 
-def add_member(spans: Intervals, number: int) -> Intervals:
-    return add_interval(spans, number, number + 1)
+def add_member(intervals: Intervals, number: int) -> Intervals:
+    return add_interval(intervals, number, number + 1)
 
 
-def add_interval(spans: Intervals, begin: int, end: int) -> Intervals:
+def add_interval(intervals: Intervals, begin: int, end: int) -> Intervals:
     if begin >= end:
-        return spans
-    if not spans:
+        return intervals
+    if not intervals:
         return ((begin, end),)
-    start, stop = spans[-1]
+    start, stop = intervals[-1]
     if begin == stop:
-        return (*spans[:-1], (start, end))
+        return (*intervals[:-1], (start, end))
     if start <= begin and end <= stop:
-        return spans
-    return merge_intervals((*spans, (begin, end)))
+        return intervals
+    return merge_intervals((*intervals, (begin, end)))

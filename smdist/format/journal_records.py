@@ -1,16 +1,15 @@
-"""What the training process says to its uploader: the records of a journal.
+"""The records of a journal, which the training process writes and its uploader reads.
 
-The training process appends them, in this order for every saved step:
+For every saved step the training process appends, in this order:
 
     Declare*            once per journal file and kind of part, before its first use
-    (Part | Inline)*    a batch of tensors is safe: in the arena, or in the record itself
-    Drop*               tensors the buffer had no room for, or that an exception cut off
-    Close               everything of the step is there
+    (Part | Inline)*    a batch of tensors is stored: in the arena, or in the record itself
+    Drop*               tensors that did not fit into the buffer or that an exception prevented
+    Close               the step is complete
 
-and `Describe`, `Trouble`, `Flush`, `End` when there is reason to. The uploader only reads. A part
-that comes after its step's Close (a scalar after the optimizer) is legal and becomes a block of
-its own.
-A record counts once it is wholly in the journal; its place is its *ordinal*, from 0 per session.
+`Describe`, `Trouble`, `Flush` and `End` come when needed. A part after the Close of its step (a scalar
+after the optimizer) is legal and becomes a block of its own. A record counts once it is completely in
+the journal; its number is its *ordinal*, from 0 per session.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ __all__ = [
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     """One tensor of a part.
 
-    `dtype` is a safetensors code (`F32`, `BF16`, ...). `offset` is where the raw bytes begin within
-    the part (-1: not saved raw), `row` its row in the part's statistics matrix (-1: none).
+    `dtype` is a safetensors code (`F32`, `BF16`, ...). `offset` is the start of the raw bytes within
+    the part (-1: none), `row` the row in the part's statistics matrix (-1: none).
     """
 
     name: str
@@ -55,9 +54,10 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Declare(msgspec.Struct, frozen=True, array_like=True, tag="declare"):
-    """A kind of part, by a number that holds for this journal file only.
+    """A kind of part. Its number is valid in this journal file only.
 
-    A part's bytes: `rows x columns` float64 statistics, then raw tensors at 8-byte aligned offsets.
+    The bytes of a part: `rows x columns` float64 statistics, then raw tensors at offsets that are
+    multiples of 8.
     """
 
     kind: int
@@ -66,13 +66,13 @@ class Declare(msgspec.Struct, frozen=True, array_like=True, tag="declare"):
     nbytes: int
 
     def guard(self, address: int) -> int:
-        """The guard of a part of this kind that lies at `address`."""
+        """Compute the guard of a part of this kind at `address`."""
         raw = [spec for spec in self.tensors if spec.offset >= 0]
         rows = 1 + max((spec.row for spec in self.tensors), default=-1)
         offsets = [0, *(spec.offset for spec in raw)]
         sizes = [8 * rows * len(self.columns), *(spec.nbytes for spec in raw)]
         if any(o + n > self.nbytes for o, n in zip(offsets, sizes, strict=True)):
-            raise ValueError(f"a part of {self.nbytes} bytes does not hold what it declares")
+            raise ValueError(f"the tensors of a part exceed its {self.nbytes} bytes")
         return kernel.guard([address + offset for offset in offsets], sizes, address)
 
 
@@ -88,7 +88,7 @@ class _OfStep(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Part(_OfStep, frozen=True, array_like=True, tag="part"):
-    """`guard` is that of what was captured: of the statistics and of the raw tensors, holes left out."""
+    """A part in the arena. `guard` covers statistics and raw tensors, but not the padding."""
 
     kind: int
     arena: int
@@ -97,16 +97,16 @@ class Part(_OfStep, frozen=True, array_like=True, tag="part"):
 
 
 class Inline(_OfStep, frozen=True, array_like=True, tag="inline"):
-    """A part so small that it travels in the journal."""
+    """A part that is small enough for the journal."""
 
     kind: int
     data: bytes
 
 
 class Drop(_OfStep, frozen=True, array_like=True, tag="drop"):
-    """Without names: some of the step is not there, nobody knows which.
+    """Tensors that were not captured. Without names: it is not known which.
 
-    `steps` of them after one another are meant, whose numbers grow by the strides.
+    Stands for `steps` consecutive steps, whose numbers grow by the strides.
     """
 
     names: tuple[str, ...]
@@ -118,24 +118,24 @@ class Drop(_OfStep, frozen=True, array_like=True, tag="drop"):
 
 
 class Close(_OfStep, frozen=True, array_like=True, tag="close"):
-    """`planned` false: nothing was due at this step, the script saved values of its own."""
+    """The end of a step. `planned` false: nothing was due, only the script saved values."""
 
     planned: bool = True
 
 
 class Flush(msgspec.Struct, frozen=True, array_like=True, tag="flush"):
-    """The training thread waits for room: write out what you have, open step included."""
+    """The training thread waits for room: the uploader stores everything, including the open step."""
 
 
 class Describe(msgspec.Struct, frozen=True, array_like=True, tag="describe"):
-    """A small object of this rank (its collections), to be put under `key` with the next manifest."""
+    """A small object of this rank (its collections), stored under `key` with the next manifest."""
 
     key: str
     data: bytes
 
 
 class Trouble(msgspec.Struct, frozen=True, array_like=True, tag="trouble"):
-    """An error of ours that training was not bothered with."""
+    """An error in smdist that did not stop training."""
 
     message: str
     step: int
@@ -143,7 +143,7 @@ class Trouble(msgspec.Struct, frozen=True, array_like=True, tag="trouble"):
 
 
 class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
-    """The hook was closed. `reason` is empty for an orderly end, else what ended the process."""
+    """The hook was closed. `reason` is empty for a regular end, else what ended the process."""
 
     reason: str
     time: float
@@ -153,7 +153,7 @@ Record = Union[Declare, Part, Inline, Drop, Close, Flush, Describe, Trouble, End
 
 
 class Piece(NamedTuple):
-    """A record as read back: `kind` is the declaration its number stood for, if it has one."""
+    """A record that was read, with the declaration of its kind, if it has one."""
 
     ordinal: int
     record: Record

@@ -1,16 +1,16 @@
-"""How one block (one step of one rank, or a piece of it) lies in a segment.
+"""The layout of one block (one step of one rank, or a piece of it) in a segment.
 
 A block is contiguous and 8-byte aligned, its tensors ordered by element size, largest first:
 
     statistics   float64 [rows, columns]   when any tensor was reduced
     raw tensors of 8 bytes
-    checksums    uint32 [tensors + 1]      of each raw tensor (0 where none), in the order of
-                                           `Layout.tensors`; the last is of the statistics
+    checksums    uint32 [tensors + 1]      of each raw tensor (0 if there is none), in the order
+                                           of `Layout.tensors`, then of the statistics
     raw tensors of 4, 2, 1 bytes
     padding      uint8, to the next multiple of 8
 
-A block with neither statistics nor raw tensors (only shapes were saved) has no bytes at all.
-Layouts repeat from step to step and from rank to rank, so a manifest names them by `digest`.
+A block with neither statistics nor raw tensors (only shapes were saved) has no bytes. Layouts repeat
+from step to step and from rank to rank, so a manifest refers to them by digest.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ Buffer = Union[bytes, memoryview]  # noqa: UP007 (3.10)
 class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
     """A tensor of a block; `offset` -1: no raw bytes, `row` -1: no statistics.
 
-    `order` is its place in the order of capture within the block, and in `Layout.tensors`.
-    `placement` is kept for shards. `unmeasured` are the columns whose value in its row means nothing.
+    `order` is its index in the order of capture, which is also the order of `Layout.tensors`.
+    `placement` is reserved for shards. `unmeasured`: the columns without a value in its row.
     """
 
     name: str
@@ -63,7 +63,7 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """Offsets are relative to the block; -1 stands for "this block has none"."""
+    """Where everything in a block is. Offsets are relative to the block; -1 means that it has none."""
 
     columns: tuple[str, ...]
     rows: Number
@@ -74,19 +74,21 @@ class Layout(msgspec.Struct, frozen=True):
     version: Number = 1
 
     def check(self) -> None:
-        """ValueError when something of it lies outside of its block, or cannot be read at once."""
+        """Raise ValueError if something lies outside the block or is too large to be read at once."""
         if self.rows:
             if len(self.columns) > MAX_COLUMNS or self.statistics_nbytes > MAX_STATISTICS_BYTES:
                 size = f"[{self.rows}, {len(self.columns)}]"
                 raise ValueError(
-                    f"statistics of {size} float64, beyond {MAX_STATISTICS_BYTES} bytes"
+                    f"statistics of {size} float64 exceed {MAX_STATISTICS_BYTES} bytes"
                 )
             self._check_inside("statistics", self.statistics_offset, self.statistics_nbytes)
         if self.nbytes:
             self._check_inside("checksums", self.checksums_offset, self.checksums_nbytes)
         for order, entry in enumerate(self.tensors):
             if entry.order != order or entry.row >= self.rows:
-                raise ValueError(f"tensor {entry.name!r} is not at place {order}, or has no row")
+                raise ValueError(
+                    f"tensor {entry.name!r} is not at index {order}, or its row does not exist"
+                )
             if entry.offset >= 0:
                 self._check_inside(f"tensor {entry.name!r}", entry.offset, entry.nbytes)
                 _check_tensor(entry)
@@ -100,12 +102,12 @@ class Layout(msgspec.Struct, frozen=True):
 
     @staticmethod
     def from_json(data: Buffer, digest: str, key: str, url: str = "") -> Layout:
-        """CorruptObject, which names the object `key` that it is in, if it is not that of the digest.
+        """Parse the layout in the object `key`; raise CorruptObject if it does not match its digest.
 
-        By its bytes: one that was written by another version need not look the same when written anew.
+        Compares the bytes: another version may have encoded the same layout in another way.
         """
         if _digest(data) != digest:
-            raise CorruptObject(url, key, "read", f"the content is not that of layout {digest}")
+            raise CorruptObject(url, key, "read", f"the content does not match the digest {digest}")
         return parse(data, Layout, key, url)
 
     def digest(self) -> str:
@@ -121,7 +123,7 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 def _check_tensor(entry: TensorEntry) -> None:
-    # Of a type that nobody here knows, reading says so; other tensors can be read.
+    # An unknown type is an error only when the tensor is read; other tensors remain readable.
     size = itemsize(entry.dtype) if is_known(entry.dtype) else 0
     if entry.nbytes > MAX_TENSOR_BYTES:
         raise ValueError(f"tensor {entry.name!r}: {entry.nbytes} bytes, over {MAX_TENSOR_BYTES}")
@@ -135,7 +137,7 @@ def _digest(data: Buffer) -> str:
 
 
 class PlacementRequest(msgspec.Struct, frozen=True):
-    """A tensor that wants a place in a block: what `arrange` needs to know."""
+    """A tensor that needs space in a block, as input of `arrange`."""
 
     name: str
     dtype: str
@@ -148,43 +150,43 @@ class PlacementRequest(msgspec.Struct, frozen=True):
     unmeasured: tuple[str, ...] = ()
 
 
-def arrange(wishes: Sequence[PlacementRequest], columns: tuple[str, ...]) -> Layout:
-    """Give every wish its place. Pure: equal wishes in equal order give an equal layout."""
-    rows = sum(wish.reduced for wish in wishes)
+def arrange(requests: Sequence[PlacementRequest], columns: tuple[str, ...]) -> Layout:
+    """Place every tensor. Pure: equal requests in equal order give an equal layout."""
+    rows = sum(request.reduced for request in requests)
     columns = columns if rows else ()
-    raw = sorted((i for i, w in enumerate(wishes) if w.raw), key=lambda i: -wishes[i].itemsize)
-    places, checksums, nbytes = _places(wishes, raw, rows * len(columns) * 8)
+    raw = sorted((i for i, w in enumerate(requests) if w.raw), key=lambda i: -requests[i].itemsize)
+    offsets, checksums, nbytes = _assign_offsets(requests, raw, rows * len(columns) * 8)
     row = iter(range(rows))
     tensors = tuple(
         TensorEntry(
-            name=wish.name,
-            dtype=wish.dtype,
-            shape=wish.shape,
-            offset=places.get(index, -1),
-            nbytes=wish.nbytes if wish.raw else 0,
-            row=next(row) if wish.reduced else -1,
-            collections=wish.collections,
+            name=request.name,
+            dtype=request.dtype,
+            shape=request.shape,
+            offset=offsets.get(index, -1),
+            nbytes=request.nbytes if request.raw else 0,
+            row=next(row) if request.reduced else -1,
+            collections=request.collections,
             order=index,
-            unmeasured=wish.unmeasured if wish.reduced else (),
+            unmeasured=request.unmeasured if request.reduced else (),
         )
-        for index, wish in enumerate(wishes)
+        for index, request in enumerate(requests)
     )
     return Layout(columns, rows, 0 if rows else -1, checksums, nbytes, tensors)
 
 
-def _places(
-    wishes: Sequence[PlacementRequest], raw: Sequence[int], statistics: int
+def _assign_offsets(
+    requests: Sequence[PlacementRequest], raw: Sequence[int], statistics: int
 ) -> tuple[dict[int, int], int, int]:
-    """Offsets of the raw tensors, offset of the checksums, size of the block."""
+    """Return offsets of the raw tensors by index, offset of the checksums, size of the block."""
     if not raw and not statistics:
         return {}, -1, 0
-    places: dict[int, int] = {}
-    at, checksums, room = statistics, -1, 4 * (len(wishes) + 1)
+    offsets: dict[int, int] = {}
+    at, checksums, room = statistics, -1, 4 * (len(requests) + 1)
     for index in raw:
-        if checksums < 0 and wishes[index].itemsize <= 4:
+        if checksums < 0 and requests[index].itemsize <= 4:
             checksums, at = at, at + room
-        places[index] = at
-        at += wishes[index].nbytes
+        offsets[index] = at
+        at += requests[index].nbytes
     if checksums < 0:
         checksums, at = at, at + room
-    return places, checksums, at + (-at % 8)
+    return offsets, checksums, at + (-at % 8)

@@ -1,19 +1,19 @@
-"""What a run keeps in its store, as typed JSON, and under which key.
+"""The JSON objects of a run and their keys in the store.
 
-    run.json                                     Run           first rank to arrive
+    run.json                                     Run           by the first rank
     sessions/<worker>/<attempt>.json             Session       each rank once, when its hook starts
     collections/<worker>.json                    Collections   each rank, when they change
     layouts/<digest>.json                        Layout        before the first manifest that names it
     segments/<worker>/<attempt>-<seq>-<life>.safetensors       before the manifest that names it
     manifests/<worker>/<attempt>-<seq>.json      RankManifest  the commit point of a rank
-    heartbeats/<worker>/<attempt>.json           Heartbeat     every few seconds, overwritten in place
+    heartbeats/<worker>/<attempt>.json           Heartbeat     every few seconds, overwritten
     thinned/<worker>/<attempt>.json              Thinned       when a budget changed what is saved
     spans/<worker>/<attempt>-<first>-<upto>.json RankSpan      after every 16th manifest; may be missing
     summaries/<worker>/<attempt>.json            RankSummary   after the last manifest; may be missing
 
-A rank writes only its own keys (`run.json` and `layouts/` have the same bytes whoever writes them
-first). The JSON is the format, versioned by `Run.format`; these classes are only its reader.
-Unknown fields are ignored, so a newer writer may add some.
+A rank writes only its own keys (`run.json` and `layouts/` have the same bytes from any rank). The JSON
+is the format, versioned by `Run.format`; these classes only read and write it. Unknown fields are
+ignored, so a newer writer may add some.
 """
 
 from __future__ import annotations
@@ -99,17 +99,17 @@ class Session(msgspec.Struct, frozen=True):
     started: Time
     host: str
     pid: Number
-    launch: str  # what identifies the launcher's invocation, "" when nothing does
+    launch: str  # identifies the launcher's invocation; "" if unknown
     restart: Number = 0  # how often the launcher restarted this job
-    run_id: str = ""  # "" where it was not known yet
+    run_id: str = ""  # "" if not known yet
 
     @property
     def is_recorded(self) -> bool:
-        """Not so for one that `session_from_manifest` made up."""
+        """Return False for a session that was derived by `session_from_manifest`."""
         return bool(self.host or self.started)
 
     def expected_ranks(self) -> tuple[int, ...]:
-        """The ranks of this attempt that save."""
+        """Return the ranks of this attempt that save."""
         if self.include_workers == "one":
             return (0,)
         if self.include_workers == "all":
@@ -131,14 +131,14 @@ class Collections(msgspec.Struct, frozen=True):
 
 
 class StepEntry(msgspec.Struct, frozen=True, array_like=True):
-    """A block of a step of this rank. A step has one, or several if it was written piecewise.
+    """A block of a step of this rank. A step that was written in pieces has several.
 
-    `block` is the ordinal of its first journal record: unique in a session and in order of time.
-    `closed`: with this block the step had everything that was planned for it. A step that was closed
-    with nothing new to store has an entry with an empty `layout` and `segment`; a block that holds
-    shapes alone may have an empty `segment` too. `planned` false: nothing was due, the script saved
-    values of its own, so other ranks need not have the step. `continues`: an earlier manifest has begun
-    the step.
+    block:      ordinal of its first journal record: unique in a session, ascending in time
+    closed:     with this block the step is complete. An entry that only closes a step has an empty
+                `layout` and `segment`; a block of shapes alone may have an empty `segment`.
+    planned:    False if nothing was due and only the script saved values, so that other ranks need
+                not have the step
+    continues:  an earlier manifest has begun the step
     """
 
     mode: Mode
@@ -169,10 +169,10 @@ class Dropped(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankManifest(msgspec.Struct, frozen=True):
-    """Everything in the journal's records `[first, upto)` is in the store.
+    """Commits that everything in the journal records `[first, upto)` is in the store.
 
-    `seq` counts from 0 per session without gaps. `state` holds as of this manifest; `reason` says
-    what ended the rank. `attached` is a small segment, see smdist/format/inline_segment.py.
+    `seq` counts from 0 per session without gaps. `state` is that of the rank at this manifest;
+    `reason` tells what ended it. `attached` is a small segment (smdist/format/inline_segment.py).
     """
 
     session: str
@@ -197,19 +197,19 @@ class RankManifest(msgspec.Struct, frozen=True):
 
 
 class RankSpan(msgspec.Struct, frozen=True):
-    """Manifests of a session that follow each other, while it runs: one request instead of many.
+    """Consecutive manifests of a running session: one request instead of many.
 
-    Like a summary it says nothing that they do not say. See smdist/format/manifest_spans.py.
+    It contains nothing but these manifests. See smdist/format/manifest_spans.py.
     """
 
     manifests: tuple[RankManifest, ...]  # seq `first` to `upto` - 1, by its key
 
 
 class RankSummary(msgspec.Struct, frozen=True):
-    """All manifests of a session that has ended, and the session: one request instead of many.
+    """A session that has ended and all its manifests: one request instead of many.
 
-    It says nothing that they do not say, so reading it besides, instead or not at all gives the
-    same view. Attached segments may be left out; entries then name the key of their manifest.
+    It contains nothing else, so a reader may use it or the manifests. Embedded segments may be
+    left out; entries then name the key of their manifest.
     """
 
     session: Session
@@ -217,7 +217,7 @@ class RankSummary(msgspec.Struct, frozen=True):
 
     @property
     def is_consistent(self) -> bool:
-        """Whether it is what it should be; if not, the manifests are to be read."""
+        """Check that all manifests are present and of this session; if not, read the manifests."""
         own = self.session
         seqs = [manifest.seq for manifest in self.manifests]
         owners = {(one.session, one.attempt, one.rank) for one in self.manifests}
@@ -229,7 +229,7 @@ class RankSummary(msgspec.Struct, frozen=True):
 
 
 def session_from_manifest(manifest: RankManifest) -> Session:
-    """What a manifest tells of its session, whose own object cannot be read."""
+    """Derive a session from one of its manifests, when the session object cannot be read."""
     return Session(
         session=manifest.session,
         rank=manifest.rank,
@@ -244,9 +244,9 @@ def session_from_manifest(manifest: RankManifest) -> Session:
 
 
 class SamplingChange(msgspec.Struct, frozen=True):
-    """From `mode_step` on one due step in `stride` is saved, `reduced`: statistics instead of raw.
+    """From `mode_step` on, one of `stride` due steps is saved. `reduced`: statistics, not raw values.
 
-    `share` is how much of the training time that was expected to take.
+    `share` is the expected share of the training time.
     """
 
     mode: str
@@ -259,7 +259,7 @@ class SamplingChange(msgspec.Struct, frozen=True):
 
 
 class SamplingChanges(msgspec.Struct, frozen=True):
-    """What `overhead_budget` has changed in a session, in order."""
+    """The changes that `overhead_budget` made in a session, in order."""
 
     worker: Worker
     attempt: OptionalNumber  # -1 in the journal of a rank that has not joined the run yet
@@ -290,10 +290,10 @@ def layout_key(digest: str) -> str:
 
 
 def segment_key(worker: str, attempt: int, seq: int, life: str) -> str:
-    """`life` is of the uploader process that writes it.
+    """Return the key of a segment; `life` identifies the uploader process that writes it.
 
-    A put of a killed uploader may still arrive after its successor has written the same `seq`, and
-    must not replace what that one's manifest names.
+    A put of a killed uploader may arrive after its successor has written the same `seq`. It must
+    not replace the segment that the successor's manifest names.
     """
     return f"segments/{worker}/{attempt:06d}-{seq:08d}-{life}.safetensors"
 
@@ -319,7 +319,7 @@ def sampling_changes_key(worker: str, attempt: int) -> str:
 
 
 class ManifestId(NamedTuple):
-    """What the key of a manifest names."""
+    """The attempt, rank and number in the key of a manifest."""
 
     attempt: int
     rank: int

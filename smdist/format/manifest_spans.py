@@ -1,9 +1,9 @@
-"""Which manifests of a rank share one object while it runs, and in which objects to look for them.
+"""Which manifests of a session travel together in one object, a *span*. Pure.
 
-Every 16th manifest is followed by a span: those of the last 16, of the last 256, or of the last 4096,
-whichever is the most that ends there. So each length tiles a session from its beginning, what a
-reader lacks is covered by few of them, and nobody needs a listing to know their names. Any of them
-may be missing; its parts say the same, and at last the manifests. Pure.
+While a rank runs, its uploader writes a span after every 16th manifest: the longest of 16, 256 or 4096
+manifests that ends there. So spans of each length tile a session from its beginning, few of them cover
+what a reader lacks, and their names are known without a listing. Spans are optional: where one is
+missing, a reader falls back to its children and at last to the manifests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SPAN_LENGTHS = (_FAN_OUT**3, _FAN_OUT**2, _FAN_OUT)
 
 
 class ManifestSpan(NamedTuple):
-    """The manifests `[first, upto)` of a session; of one alone, the manifest itself."""
+    """The manifests `[first, upto)` of a session. A span of one is the manifest itself."""
 
     first: int
     upto: int
@@ -30,13 +30,13 @@ class ManifestSpan(NamedTuple):
         return self.upto - self.first
 
     def children(self) -> list[ManifestSpan]:
-        """Where to look if it is missing."""
+        """Return the shorter spans, or the manifests, to read when this span is missing."""
         step = self.length // _FAN_OUT
         return [ManifestSpan(first, first + step) for first in range(self.first, self.upto, step)]
 
 
 def spans_ending_at(count: int) -> list[ManifestSpan]:
-    """Of these, the first that can be written is, once there are `count` manifests."""
+    """Return the spans that end with manifest `count - 1`, longest first; write the first possible."""
     return [
         ManifestSpan(count - length, count)
         for length in SPAN_LENGTHS
@@ -45,7 +45,7 @@ def spans_ending_at(count: int) -> list[ManifestSpan]:
 
 
 def covering_spans(seqs: Iterable[int]) -> list[ManifestSpan]:
-    """Exactly these manifests, in order, with as few spans as there may be."""
+    """Return the fewest spans that hold exactly these manifests, in order."""
     return [span for first, upto in to_intervals(seqs) for span in _tiles(first, upto)]
 
 

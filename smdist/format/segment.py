@@ -1,15 +1,15 @@
-"""Compose blocks into one object: a valid safetensors file that `safetensors.safe_open` reads.
+"""Compose blocks into a segment, which is a valid safetensors file. Pure; called by the uploader.
 
-Names in its header (layouts hold the true names):
+Names in its header (layouts have the true names):
 
     <mode>/<mode_step>/<tensor>            train/12/gradient/Net_fc1.weight
-    <mode>/<mode_step>.<block>/<tensor>    a later block of a step that the segment has already
+    <mode>/<mode_step>.<block>/<tensor>    a later block of a step in the same segment
     <prefix>/.statistics .crc32c .padding
 
-A tensor whose own name begins with a dot gets one dot more, so none can take a reserved name.
-Its metadata: format, run_id, session, worker, attempt, seq; and, as JSON: `layouts` (prefix -> digest),
+A tensor whose name begins with a dot gets a second dot, so that it cannot take a reserved name.
+Metadata: format, run_id, session, worker, attempt, seq; and, as JSON: `layouts` (prefix -> digest),
 `blocks` (prefix -> block), `columns` and `rows` of the statistics (digest -> names), `dtypes` (name ->
-type, where the header shows another).
+true type, where the header has another).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 __all__ = ["ArenaReader", "Segment", "compose", "header_name", "mark_continued"]
 
 ArenaReader = Callable[[int, int, int], memoryview]
-"""`(arena, offset, nbytes)` -> those bytes, not copied, valid until the batch is acknowledged."""
+"""`(arena, offset, nbytes)` -> a view of these bytes, valid until the batch is acknowledged."""
 
 
 class Segment(NamedTuple):
-    """An object to put, and what the manifest says of it.
+    """An object to store, and its entries for the manifest.
 
-    `chunks` are its bytes in order, raw tensors as views into the arenas; there are none, and `key`
-    is empty, when no block has bytes to store. `layouts` must be in the store before the manifest.
+    `chunks` are its bytes in order; raw tensors are views into the arenas. If no block has bytes to
+    store, there are no chunks and `key` is empty. `layouts` must be stored before the manifest.
     """
 
     key: str
@@ -52,7 +52,7 @@ class Segment(NamedTuple):
 
 
 class _Placed(NamedTuple):
-    """A block with something in it, and where it begins after the header."""
+    """A block that is not empty, and where it begins after the header."""
 
     block: Block
     layout: Layout
@@ -64,7 +64,7 @@ class _Placed(NamedTuple):
 def compose(
     blocks: Sequence[Block], read: ArenaReader, *, key: str, run_id: str, session: Session, seq: int
 ) -> Segment:
-    """Lay out `blocks` in the object `key`. Equal blocks and bytes give an equal object."""
+    """Compose `blocks` into the object `key`. Equal blocks and bytes give an equal object."""
     placed = _place(blocks)
     chunks: list[Buffer] = []
     items: list[HeaderEntry] = []
@@ -96,9 +96,9 @@ def compose(
 
 
 def mark_continued(segment: Segment, begun: set[tuple[int, int]]) -> Segment:
-    """Its entries say which of them continue a step of `begun`: those that were left open before.
+    """Mark the entries that continue a step of `begun`, the steps that were left open before.
 
-    `begun` is brought up to date.
+    Updates `begun` to the steps that are open after this segment.
     """
     entries = []
     for entry in segment.entries:
@@ -109,7 +109,7 @@ def mark_continued(segment: Segment, begun: set[tuple[int, int]]) -> Segment:
 
 
 def header_name(prefix: str, name: str) -> str:
-    """The name of a tensor in a segment's header."""
+    """Return the name of a tensor in a segment's header."""
     return f"{prefix}/{header_label(name)}"
 
 
@@ -131,17 +131,17 @@ def _place(blocks: Sequence[Block]) -> dict[int, _Placed]:
 
 
 def _layout(block: Block) -> Layout:
-    # In order of first use; every part begins with the same columns, so these come first.
+    # In order of first use. Every part begins with the base columns, so these come first.
     columns = tuple(dict.fromkeys(c for source in block.sources for c in source.kind.columns))
-    wishes = []
+    requests = []
     for source in block.sources:
         unmeasured = tuple(c for c in columns if c not in source.kind.columns)
-        wishes += [_wish(spec, unmeasured) for spec in source.tensors]
-    return arrange(wishes, columns)
+        requests += [_request(spec, unmeasured) for spec in source.tensors]
+    return arrange(requests, columns)
 
 
-def _wish(spec: TensorSpec, unmeasured: tuple[str, ...]) -> PlacementRequest:
-    # Placed by the element size that the header shows, as readers align by that.
+def _request(spec: TensorSpec, unmeasured: tuple[str, ...]) -> PlacementRequest:
+    # Sorted by the element size of the portable form, because readers align by that.
     shown, _ = portable_form(spec.dtype, spec.shape, spec.nbytes)
     return PlacementRequest(
         name=spec.name,
@@ -156,8 +156,8 @@ def _wish(spec: TensorSpec, unmeasured: tuple[str, ...]) -> PlacementRequest:
     )
 
 
-def _chunks(block: Block, layout: Layout, read: ArenaReader, of_block: int) -> list[Buffer]:
-    """The bytes of a block, in order, as many buffers as it has tensors and some."""
+def _chunks(block: Block, layout: Layout, read: ArenaReader, seed: int) -> list[Buffer]:
+    """Return the bytes of a block in order: one buffer per tensor, statistics, checksums, padding."""
     checksums = np.zeros(len(layout.tensors) + 1, "<u4")
     at: list[tuple[int, Buffer]] = []
     entries = iter(layout.tensors)
@@ -166,11 +166,11 @@ def _chunks(block: Block, layout: Layout, read: ArenaReader, of_block: int) -> l
             entry = next(entries)
             if entry.offset >= 0:
                 view = _bytes(source, spec.offset, spec.nbytes, read)
-                checksums[entry.order] = data_checksum(of_block, header_label(entry.name), view)
+                checksums[entry.order] = data_checksum(seed, header_label(entry.name), view)
                 at.append((entry.offset, view))
     if layout.rows:
         matrix = _statistics(block, layout, read).tobytes()
-        checksums[-1] = data_checksum(of_block, STATISTICS, matrix)
+        checksums[-1] = data_checksum(seed, STATISTICS, matrix)
         at.append((layout.statistics_offset, matrix))
     if layout.checksums_offset >= 0:
         at.append((layout.checksums_offset, checksums.tobytes()))
@@ -225,7 +225,7 @@ def _items(one: _Placed) -> list[HeaderEntry]:
 
 
 def _explain(placed: Iterable[_Placed]) -> dict[str, str]:
-    """What a reader without layouts cannot know: rows, columns and types the header cannot say."""
+    """Return the metadata for readers without layouts: rows, columns and true types."""
     layouts: dict[str, str] = {}
     blocks: dict[str, int] = {}
     columns: dict[str, tuple[str, ...]] = {}
@@ -240,14 +240,14 @@ def _explain(placed: Iterable[_Placed]) -> dict[str, str]:
             shown, _ = portable_form(entry.dtype, entry.shape, entry.nbytes)
             if entry.offset >= 0 and shown != entry.dtype:
                 dtypes[header_name(one.prefix, entry.name)] = entry.dtype
-    told = {
+    metadata = {
         "layouts": layouts,
         "blocks": blocks,
         "columns": columns,
         "rows": rows,
         "dtypes": dtypes,
     }
-    return {name: msgspec.json.encode(value).decode() for name, value in told.items() if value}
+    return {name: msgspec.json.encode(value).decode() for name, value in metadata.items() if value}
 
 
 def _entry(block: Block, placed: _Placed | None, key: str, header: int) -> StepEntry:

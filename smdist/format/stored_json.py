@@ -1,10 +1,10 @@
-"""JSON objects of a run as bytes of its store, each with a checksum of its content and its key.
+"""Encode and decode the JSON objects of a run, each with a checksum of its key and content.
 
     {"run_id":"...","created":1.0,"crc32c":"1a2b3c4d"}
 
-The last member is the CRC32C of the object's key followed by all bytes before `,"crc32c"`. So damage is
-noticed, and an object that was copied or renamed to another key is, too. `decode` turns whatever is
-wrong with the bytes into CorruptObject, which names the object.
+The last member is the CRC32C of the object's key followed by all bytes before `,"crc32c"`. It detects
+damage, and objects that were copied or renamed to another key. `decode` raises CorruptObject, which
+names the object, for anything that is wrong with the bytes.
 """
 
 from __future__ import annotations
@@ -28,51 +28,49 @@ T = TypeVar("T")
 
 _TAIL = b',"crc32c":"%s"}'
 _TAIL_BYTES = len(_TAIL % bytes(8))
-_MOST_BYTES = 256 << 20  # far beyond what is written
+_MOST_BYTES = 256 << 20  # far beyond what smdist writes
 
 
 def encode(value: object, key: str) -> bytes:
-    """`value`, an object with at least one member, as it is stored under `key`."""
+    """Encode `value`, an object with at least one member, for the key `key`."""
     body = msgspec.json.encode(value)[:-1]
     return body + _TAIL % _checksum(key, body)
 
 
 def encode_parts(parts: Sequence[Buffer], key: str) -> tuple[Buffer, ...]:
-    """Add the checksum to an object that is there in pieces, all but its closing brace."""
+    """Add the checksum to an object in pieces, which lacks only its closing brace."""
     return (*parts, _TAIL % _checksum(key, *parts))
 
 
 def decode(data: bytes, kind: type[T], key: str, url: str = "") -> T:
-    """What was stored under `key`; CorruptObject when these bytes are not that."""
+    """Decode what was stored under `key`; raise CorruptObject if the checksum or the type is wrong."""
     body = data[:-_TAIL_BYTES]
     if not body or data[-_TAIL_BYTES:] != _TAIL % _checksum(key, body):
-        what = (
-            "the checksum does not fit: it is damaged, or of another key" if data else "it is empty"
-        )
+        what = "wrong checksum: damaged, or copied from another key" if data else "it is empty"
         raise CorruptObject(url, key, "read", what)
     return parse(data, kind, key, url)
 
 
 def parse(data: bytes | memoryview, kind: type[T], key: str, url: str = "") -> T:
-    """JSON of which something else tells that it is whole.
+    """Decode JSON whose integrity was checked elsewhere; raise CorruptObject if it is not valid.
 
-    The types of its fields say what they may be (`smdist.limits`). A kind with a method `check` is
-    asked, too.
+    The types of its fields limit their values (`smdist.limits`). A `check()` method of the kind is
+    called, too.
     """
     if len(data) > _MOST_BYTES:
-        raise CorruptObject(url, key, "read", f"{len(data)} bytes are too many")
+        raise CorruptObject(url, key, "read", f"{len(data)} bytes exceed the limit")
     try:
         value = msgspec.json.decode(data, type=kind)
         check(kind, value)
         if (own := getattr(value, "check", None)) is not None:
             own()
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise CorruptObject(url, key, "read", f"not what belongs there: {error}") from error
+        raise CorruptObject(url, key, "read", f"invalid content: {error}") from error
     return value
 
 
 async def read(store: Store, key: str, kind: type[T]) -> T:
-    """ObjectNotFound; CorruptObject."""
+    """Read and decode an object; raise ObjectNotFound or CorruptObject."""
     return decode(await store.get(key), kind, key, store.url)
 
 

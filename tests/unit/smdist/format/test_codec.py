@@ -99,7 +99,7 @@ def test_decode_of_odd_shapes(shape: tuple[int, ...]) -> None:
 
 
 def test_decode_refuses_a_wrong_size() -> None:
-    with pytest.raises(ValueError, match="8 bytes, but F32 \\[3\\] has 12"):
+    with pytest.raises(ValueError, match="8 bytes instead of 12 for F32 \\[3\\]"):
         decode(bytes(8), "F32", (3,))
 
 
@@ -152,11 +152,11 @@ def test_reads_what_safetensors_writes() -> None:
 @pytest.mark.parametrize("name", ["x", "__metadata__"])
 def test_a_name_twice_is_refused(name: str) -> None:
     entries = [HeaderEntry("x", "U8", (0,), 0, 0), HeaderEntry(name, "U8", (0,), 0, 0)]
-    with pytest.raises(ValueError, match="taken"):
+    with pytest.raises(ValueError, match="used twice"):
         header_bytes(entries, {})
 
 
 @pytest.mark.parametrize("data", [b"", b"\x10\0\0\0\0\0\0\0{}"])
 def test_a_torn_header_is_refused(data: bytes) -> None:
-    with pytest.raises(ValueError, match="not a whole"):
+    with pytest.raises(ValueError, match="incomplete"):
         parse_header(data)

@@ -91,7 +91,7 @@ def test_news_that_belong_to_no_step() -> None:
 
 
 def test_a_part_without_declaration_is_an_error() -> None:
-    with pytest.raises(ValueError, match="never declared"):
+    with pytest.raises(ValueError, match="has no declaration"):
         fold([Piece(5, Part(1, 0, 0, 0.0, 0, 0, 0, 0), None)])
 
 

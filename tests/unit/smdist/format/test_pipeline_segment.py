@@ -283,7 +283,7 @@ def test_a_short_object_is_found() -> None:
     scribe.part({"w": np.arange(9.0)}, 0)
     segment = write(scribe)
     data = b"".join(segment.chunks)
-    with pytest.raises(CorruptObject, match="ends too early"):
+    with pytest.raises(CorruptObject, match="is too short"):
         read_back(segment, "w", data=data[: spans_of(segment, "w").data.stop - 1])
 
 

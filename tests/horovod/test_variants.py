@@ -68,7 +68,7 @@ def test_fit(tmp_path: Path) -> None:
         check_fit(tmp_path, name)
     with create_trial(tmp_path / "own-local") as trial:
         (said,) = trial.troubles()["worker_0"]
-        assert "as its optimizer is given them" in said
+        assert "as its optimizer gets them" in said
         for step in range(FIT_STEPS):
             np.testing.assert_array_equal(*(trained(trial, GRADIENT, step, r) for r in RANKS))
 

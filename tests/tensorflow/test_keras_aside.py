@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from smdist.workers.tf_adapter.graph_callbacks import ask, compiled, tell, tell_when
+from smdist.workers.tf_adapter.graph_callbacks import call, call_for_flags, call_if, in_xla_graph
 
 
 def reduction(tensor: Any) -> Any:
@@ -56,11 +56,11 @@ def test_names_of_the_others() -> None:
         return reduction(data * weight)
 
     def watched(data: Any) -> Any:
-        (due,) = ask(lambda: True, 1)
+        (due,) = call_for_flags(lambda: True, 1)
         with tf.control_dependencies([data]):
-            tell_when(flag, lambda: [weight.read_value()], listen)
+            call_if(flag, lambda: [weight.read_value()], listen)
         result = reduction(data * weight)
-        tell_when(due, lambda: [tf.reduce_sum(result)], listen)
+        call_if(due, lambda: [tf.reduce_sum(result)], listen)
         return result
 
     data = tf.constant([1.0, 2.0])
@@ -79,7 +79,7 @@ def test_nothing_is_told_unless_it_is_due() -> None:
         return True
 
     def step(data: Any) -> Any:
-        tell_when(flag, lambda: [data], listen)
+        call_if(flag, lambda: [data], listen)
         return data + 1
 
     function = tf.function(step)
@@ -108,11 +108,11 @@ def test_one_after_the_other() -> None:
         return listen
 
     def step(data: Any) -> Any:
-        (due,) = ask(listener("begin"), 1)
+        (due,) = call_for_flags(listener("begin"), 1)
         for number, weight in enumerate(weights):
             reading = partial(_reading, weight)
-            tell_when(due, reading, listener(f"when {number}"))
-            tell([data], listener(f"always {number}"))
+            call_if(due, reading, listener(f"when {number}"))
+            call([data], listener(f"always {number}"))
         return data + 1
 
     tf.function(step, autograph=False)(tf.constant(1.0))
@@ -121,7 +121,7 @@ def test_one_after_the_other() -> None:
 
 
 def test_several_answers() -> None:
-    answers = tf.function(lambda: ask(lambda: (True, False), 2))()
+    answers = tf.function(lambda: call_for_flags(lambda: (True, False), 2))()
     assert [bool(answer) for answer in answers] == [True, False]
 
 
@@ -129,7 +129,7 @@ def test_what_xla_compiles() -> None:
     found: dict[str, bool] = {}
 
     def look(name: str) -> None:
-        found[name] = compiled()
+        found[name] = in_xla_graph()
 
     def branch() -> Any:
         look("branch")

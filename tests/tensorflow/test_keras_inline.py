@@ -11,7 +11,7 @@ import pytest
 
 import smdist.tensorflow as smd
 from smdist.workers.keras_adapter.recording import Recording
-from smdist.workers.keras_adapter.taps import Taps
+from smdist.workers.keras_adapter.step_probes import StepProbes
 from tests.tensorflow.keras_jobs import (
     BATCH,
     GRADIENTS,
@@ -76,9 +76,9 @@ def test_an_error_while_the_step_is_traced_is_no_error_of_training(
         raise RuntimeError("cannot look")
 
     if part == "names":
-        monkeypatch.setattr(Recording, "wants_anywhere", fail)
+        monkeypatch.setattr(Recording, "wanted_on_any_step", fail)
     else:
-        monkeypatch.setattr(Taps, "_storable", fail)
+        monkeypatch.setattr(StepProbes, "_storable", fail)
     with (
         caplog.at_level(logging.WARNING, logger="smdist"),
         smd.KerasHook(

@@ -71,7 +71,7 @@ def test_strings(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) ->
     close(trial.tensor("inputs_1").value(1, mode=TRAIN), x[4:])
     assert not {"inputs_0", "lookup/inputs"} & set(trial.tensor_names())
     for tensor in ("inputs_0", "lookup/inputs"):
-        assert said(caplog, f"{tensor} is left out: its elements are of type string") == 1
+        assert said(caplog, f"{tensor} is left out: elements of type string") == 1
     assert all(record.exc_info is None for record in caplog.records)
 
 
@@ -127,7 +127,7 @@ def test_what_cannot_be_read_does_not_take_the_others_with_it(
     class Offering(tf.keras.callbacks.Callback):  # type: ignore[misc]
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             values = [(np.array(["a"], object),), (np.full(2, batch),)]
-            hook._recording.lanes.offer(("mine_text", "mine_number"), values, array_of)
+            hook._recording.replicas.offer(("mine_text", "mine_number"), values, array_of)
 
     with (
         caplog.at_level(logging.WARNING, logger="smdist"),
@@ -149,14 +149,14 @@ def test_what_goes_wrong_at_every_step_is_said_once(
     def fail(seen: Any, *rest: Any) -> None:
         raise RuntimeError("no room")
 
-    monkeypatch.setattr(hook._recording.lanes, "offer", fail)
+    monkeypatch.setattr(hook._recording.replicas, "offer", fail)
     with caplog.at_level(logging.WARNING, logger="smdist"), hook:
         model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[hook])
     assert hook.mode_steps[TRAIN] == 4
     assert said(caplog, "no room") == 1
 
 
-@pytest.mark.parametrize("part", ["Names", "wants_of"])
+@pytest.mark.parametrize("part", ["Names", "capture_set_of"])
 @pytest.mark.parametrize("options", [{"eager": True}, {"steps_per_execution": 2}, {}], ids=str)
 def test_a_model_that_cannot_be_looked_at_is_trained_all_the_same(
     tmp_path: Path,
@@ -248,7 +248,7 @@ def test_a_model_without_variables_among_several_processes(
         model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[hook])
     trial = read(tmp_path / "run")
     assert trial.tensor("gradients/top/kernelGrad").steps(mode=TRAIN) == [0, 1, 2, 3]
-    assert said(caplog, "late got its variables in its first step") == 0
+    assert said(caplog, "steps of late are not captured") == 0
 
 
 def test_a_model_that_never_has_variables_among_several_processes(
@@ -270,4 +270,4 @@ def test_a_model_that_never_has_variables_among_several_processes(
         model.predict(data(8)[0], batch_size=BATCH, verbose=0, callbacks=[hook])
         hook.save_scalar("last", 1.0)
     assert read(tmp_path / "run").tensor_names() == ["scalar/last"]
-    assert said(caplog, "bare got its variables in its first step") == 1
+    assert said(caplog, "steps of bare are not captured") == 1

@@ -14,9 +14,9 @@ import pytest
 import tensorflow as tf
 
 import smdist.tensorflow as smd
-from smdist.workers.keras_adapter.model_cache import Known
+from smdist.workers.keras_adapter import model_building
+from smdist.workers.keras_adapter.model_cache import _Slot
 from smdist.workers.keras_adapter.phase import MODES
-from smdist.workers.keras_adapter.step_function import StepFunction
 from tests.tensorflow.keras_jobs import (
     BATCH,
     RATE,
@@ -147,8 +147,8 @@ def test_models_that_are_trained_by_turns(tmp_path: Path, name: str) -> None:
 
 
 def test_of_a_copy_of_a_model_nothing_is_known() -> None:
-    assert copy.deepcopy({"known": Known()}) == {"known": None}
-    assert pickle.loads(pickle.dumps(Known())) is None
+    assert copy.deepcopy({"known": _Slot(1)}) == {"known": None}
+    assert pickle.loads(pickle.dumps(_Slot(1))) is None
 
 
 def test_a_registered_model_stays(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_a_model_that_is_never_called(
     assert len(noise) == len({value.tobytes() for value in noise.values()}) == 5
 
 
-def test_what_is_not_known_of_a_model_is_said_in_one_line(
+def test_a_model_that_cannot_be_built_early_gives_a_warning_of_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, y = data(8)
@@ -254,12 +254,16 @@ def test_what_is_not_known_of_a_model_is_said_in_one_line(
     def fail(*_: Any) -> Any:
         raise RuntimeError("cannot be traced\nin many words")
 
-    monkeypatch.setattr(StepFunction, "trace", fail)
+    model = tf.keras.Sequential([tf.keras.layers.Dense(2, name="top")], name="late")
+    model.compile(optimizer="sgd", loss="mse", jit_compile=False)
+    monkeypatch.setattr(model_building, "_build_by_tracing", fail)
+    monkeypatch.setattr(model_building, "_run_once", fail)
     with hooked(tmp_path / "run", include_collections=["weights"]) as hook:
-        make_model().fit(x, y, batch_size=BATCH, verbose=0, callbacks=[hook])
+        model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[hook])
     told = [record.getMessage() for record in caplog.records if record.name == "smdist"]
     assert len(told) == 1
-    assert "whether net draws random numbers is not known: cannot be traced (" in told[0]
+    assert "late could not be built before its first step" in told[0]
+    assert "whose weights are not saved: cannot be traced (" in told[0]
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["compiled", "eager"])

@@ -147,7 +147,7 @@ def test_optimizers_that_keras_does_not_know(tmp_path: Path, name: str, wrapped:
     if not wrapped:
         assert not [n for n in names if n.startswith("gradients/")]
         assert len(said) == 1
-        assert "give the optimizers that its train_step applies to hook.wrap_optimizer" in said[0]
+        assert "pass the optimizers that its train_step applies to hook.wrap_optimizer" in said[0]
         return
     assert not said
     assert trial.tensor("optimizer/iterations").value(4, mode=TRAIN) == 0

@@ -1,4 +1,9 @@
-"""A step draws the random numbers that it would draw without a hook."""
+"""Random numbers of captured steps.
+
+Operations whose state is in a variable (Dropout of Keras 3) draw what they would draw without a
+hook. Operations with a state of their own (`tf.random.normal`, Dropout of Keras 2) draw other numbers
+on captured steps, and never the same ones twice.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +21,7 @@ from tests.tensorflow.keras_jobs import (
     BATCH,
     KERAS_3,
     hooked,
-    is_ours,
-    parts_of,
     read,
-    wait_until_gone,
     way,
 )
 
@@ -27,6 +29,8 @@ TRAIN, EVAL = smd.modes.TRAIN, smd.modes.EVAL
 WAYS = ["eager", "compiled", "plain"] if KERAS_3 else ["eager", "compiled"]
 ALL_WAYS = [*WAYS, "inline"]
 INSIDE = ["weights", "gradients"]
+KINDS = ["dropout", "seeded", "noise"]
+STATEFUL = ["noise"] if KERAS_3 else KINDS
 SAVES = {  # interval and first step
     "every step": (1, 0),
     "some steps": (3, 0),
@@ -103,9 +107,16 @@ def assert_same(one: Course, other: Course) -> None:
 
 
 @pytest.mark.parametrize("save", list(SAVES))
-@pytest.mark.parametrize("name", ALL_WAYS)
-@pytest.mark.parametrize("kind", ["dropout", "seeded", "noise"])
-def test_training_is_what_it_is_without_a_hook(
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (kind, name)
+        for kind in KINDS
+        for name in ALL_WAYS
+        if kind not in STATEFUL or name in ("eager", "inline")
+    ],
+)
+def test_training_is_the_same_as_without_a_hook(
     tmp_path: Path, kind: str, name: str, save: str
 ) -> None:
     interval, first = SAVES[save]
@@ -125,40 +136,34 @@ def test_training_is_what_it_is_without_a_hook(
     assert gradient.steps(mode=TRAIN) == due
 
 
-@pytest.mark.parametrize("name", WAYS)
-def test_training_goes_on_when_the_hook_is_gone(tmp_path: Path, name: str) -> None:
-    """And when it is there again, or another one, and a model is made anew."""
-    reference = make("noise", name)
-    plain = [train(reference, []) for _ in range(4)]
-    model = make("noise", name)
-    with hooked(tmp_path / "run", interval=2, include_collections=INSIDE) as hook:
-        assert_same(plain[0], train(model, [hook]))
-        assert_same(plain[1], train(model, [hook]))
-    assert_same(plain[2], train(model, []))
-    with hooked(tmp_path / "other", interval=2, include_collections=INSIDE) as other:
-        assert_same(plain[3], train(model, [other]))
-    for run, steps in (("run", 18), ("other", 9)):
-        gradient = read(tmp_path / run).tensor("gradients/top/kernelGrad")
-        assert gradient.steps(mode=TRAIN) == list(range(0, steps, 2))
-
-
-@pytest.mark.parametrize("alone", [True, False], ids=["alone", "of several"])
-def test_a_closed_hook_is_not_held_by_the_model(tmp_path: Path, alone: bool) -> None:
-    """Which goes on with a function of ours."""
-    model = make("noise", "plain")
-    hook = hooked(tmp_path / "run", interval=2, save_all=True)
-    with hooked(tmp_path / "other", include_collections=INSIDE) as other:
-        train(model, [hook] if alone else [hook, other])
-        hook.close()
-        parts = parts_of(hook)
-        del hook
-        wait_until_gone(parts)
-        assert is_ours(model.train_function)
-        train(model, [] if alone else [other])
+@pytest.mark.parametrize("save", list(SAVES))
+@pytest.mark.parametrize("kind", STATEFUL)
+@pytest.mark.parametrize("name", WAYS[1:])
+def test_captured_steps_draw_numbers_of_their_own(
+    tmp_path: Path, kind: str, name: str, save: str
+) -> None:
+    """Other steps draw the numbers that the first ones draw without a hook."""
+    x, y = data(4)
+    interval, first = SAVES[save]
+    options = {"batch_size": BATCH, "epochs": 9, "verbose": 0}
+    plain, found = Losses(), Losses()
+    make(kind, name, rate=0.0).fit(x, y, callbacks=[plain], **options)
+    config = smd.SaveConfig(save_interval=interval, start_step=first)
+    with smd.KerasHook(tmp_path, include_collections=INSIDE, save_config=config) as hook:
+        make(kind, name, rate=0.0).fit(x, y, callbacks=[hook, found], **options)
+    assert len(set(found.found)) == 9
+    due = [step for step in range(first, 9) if step % interval == 0]
+    rest = [loss for step, loss in enumerate(found.found) if step not in due]
+    if name == "plain" or not KERAS_3:  # XLA seeds functions in the order it compiles them
+        assert rest == plain.found[: len(rest)]
+        again = Losses()
+        with smd.KerasHook(tmp_path / "2", include_collections=INSIDE, save_config=config) as hook:
+            make(kind, name, rate=0.0).fit(x, y, callbacks=[hook, again], **options)
+        assert [loss for step, loss in enumerate(again.found) if step not in due] == rest
 
 
 @pytest.mark.parametrize("name", ["plain", "inline"])
-@pytest.mark.parametrize("kind", ["dropout", "seeded", "noise"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_no_number_comes_twice_when_a_hook_comes_late(tmp_path: Path, kind: str, name: str) -> None:
     """What is computed shows the numbers, as nothing else changes."""
     x, y = data(4)
@@ -210,20 +215,6 @@ def test_several_steps_in_an_execution(tmp_path: Path) -> None:
     assert len(set(losses.found)) == len(losses.found) == 6
 
 
-def test_only_a_step_that_draws_numbers_is_ours_throughout(tmp_path: Path) -> None:
-    x, y = data(8)
-    for kind, ours in (("noise", True), ("dropout", not KERAS_3), ("none", False)):
-        model = make(kind, "plain")
-        if kind == "none":
-            top = tf.keras.layers.Dense(1, name="top")
-            model = tf.keras.Sequential([tf.keras.Input(shape=(50,)), top])
-            model.compile(optimizer="sgd", loss="mse", jit_compile=False)
-        with hooked(tmp_path / kind, interval=2, include_collections=INSIDE) as hook:
-            model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[hook])
-        module = type(model.train_function).__module__
-        assert module.startswith("smdist") == ours, kind
-
-
 @pytest.mark.parametrize("first", [0, 2])
 def test_a_step_that_can_only_be_compiled_without_us_is_trained_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, first: int
@@ -231,7 +222,7 @@ def test_a_step_that_can_only_be_compiled_without_us_is_trained_all_the_same(
     call = StepFunction.__call__
 
     def compiles_plain_steps_alone(function: StepFunction, data: Any) -> Any:
-        if function._taps is not None:
+        if function._probes is not None:
             raise tf.errors.InvalidArgumentError(None, None, "XLA cannot compile that")
         return call(function, data)
 
@@ -243,7 +234,7 @@ def test_a_step_that_can_only_be_compiled_without_us_is_trained_all_the_same(
     ) as hook:
         found = train(make("noise", "compiled"), [hook])
     assert len(set(found.losses)) == 9
-    assert "looking into the train step of net" in caplog.text
+    assert "tracing the train step of net with probes" in caplog.text
     trial = read(tmp_path / "run")
     assert trial.steps(mode=TRAIN) == [step for step in (0, 3, 6) if step >= first]
     assert "top/weights/top/kernel:0" in trial.tensor_names()
@@ -327,4 +318,6 @@ def test_a_model_is_built_without_being_run(tmp_path: Path, name: str) -> None:
     }
     kernel = trial.tensor("top/weights/top/kernel:0")
     assert kernel.steps(mode=TRAIN) == [0, 1]
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert len(set(found)) == len(expected) == 2
+    if name == "eager":
+        np.testing.assert_allclose(found, expected, rtol=1e-6)

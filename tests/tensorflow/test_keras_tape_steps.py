@@ -87,7 +87,7 @@ def test_variables_that_are_not_wanted_are_not_handed_over(
     model = normalising()
     offered: list[str] = []
     with hooked(tmp_path / "run", include_collections=["gradients"]) as hook:
-        lanes = hook._recording.lanes
+        lanes = hook._recording.replicas
         offer = lanes.offer
 
         def noted(names: tuple[str, ...], values: Any, read: Any) -> None:

@@ -1,13 +1,15 @@
-"""The hook for Keras.
+"""The hook for Keras, a callback of `fit`, `evaluate` and `predict`.
 
     hook = KerasHook(out_dir, save_config=SaveConfig(save_interval=100))
     model.fit(x, y, callbacks=[hook])
     model.evaluate(x, y, callbacks=[hook])
-    hook.close()                    or let the process end
+    hook.close()                    # optional: it is closed when the process ends
 
-A step is a batch; `fit`, `evaluate` and `predict` set the mode. Weights and optimizer variables of
-a step are those it starts with, gradients are what each replica computed, before any clipping.
+A step is a batch; `fit`, `evaluate` and `predict` set the mode. Weights and optimizer variables are
+those that the step starts with. Gradients are what each replica computed, before any clipping.
 Losses and metrics are what Keras reports for the batch: means since the epoch began.
+
+Keras and the script call it on the training thread. The package describes the parts of a step.
 """
 
 from __future__ import annotations
@@ -25,17 +27,18 @@ from smdist.workers.hook.process_settings import ProcessSettings
 from smdist.workers.hook.recorder import Recorder
 from smdist.workers.hook.step_listener import StepListener
 from smdist.workers.join.enrol import saves
-from smdist.workers.keras_adapter.phases import Phases, Place
+from smdist.workers.keras_adapter.model_building import is_keras_3
+from smdist.workers.keras_adapter.phases import Phases
 from smdist.workers.keras_adapter.recording import Recording
-from smdist.workers.keras_adapter.replicas import Lane
-from smdist.workers.keras_adapter.step_function import is_keras_3
-from smdist.workers.keras_adapter.step_listener import KerasStepListener
-from smdist.workers.keras_adapter.tape_loops import Tapes
+from smdist.workers.keras_adapter.replicas import Replica, ReplicaLayout
+from smdist.workers.keras_adapter.tape_loops import TapeLoops
+from smdist.workers.keras_adapter.variable_names import Names
 from smdist.workers.tf_adapter.base_hook import TensorflowHook
 from smdist.workers.tf_adapter.tensor_access import (
     Array,
     array_of,
     is_layer,
+    is_variable,
     tensor_adapter,
     unconverted,
 )
@@ -44,39 +47,25 @@ __all__ = ["KerasHook"]
 
 
 class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[misc]
+    """Captures from the models that Keras runs with it, and from loops with wrapped tapes."""
+
     _supports_tf_logs = True
 
     def _attach(self, core: HookCore[Array]) -> StepListener:
         tf.keras.callbacks.Callback.__init__(self)
         self._supports_tf_logs = True  # Keras 2 sets it on the instance
-        self._recording = Recording(
-            core.clock,
-            core.planner,
-            core.manager,
-            core.recorder,
-            core.errors,
-            core.on_step_start,
-            self._enter,
-            core.config.stage_gradients == "synced",
-        )
-        self._place = Place()
-        self._phases = Phases(self._recording, core.clock, core.planner, core.errors)
-        self._tapes = Tapes(
-            self._recording,
-            core.clock,
-            core.recorder,
-            core.manager,
-            core.errors,
-            lambda: self._phases.running,
-        )
-        return KerasStepListener(core, self._recording, self._phases, self._tapes)
+        self._recording = Recording(core)
+        self._layout = ReplicaLayout()
+        self._phases = Phases(self._recording)
+        self._tapes = TapeLoops(self._recording, lambda: self._phases.running)
+        return _KerasStepListener(core, self._recording, self._phases, self._tapes)
 
-    # -- what Keras calls ---------------------------------------------------------------------
+    # -- callbacks of Keras -------------------------------------------------------------------
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
-        self._core.warn_if_closed()  # here: `fit` that goes on after the end begins to validate, too
-        # Keras 2 holds on to its function for `evaluate` before it says that it begins.
+        self._core.warn_if_closed()
+        # Keras 2 takes its function for `evaluate` before it calls `on_test_begin`.
         if not is_keras_3(model) and getattr(model, "_is_compiled", False):
             self._begin_phase("test", early=True)
 
@@ -99,12 +88,12 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
         self._end_phase("predict")
 
     def on_test_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        self._phases.expect(self.model, "test")
+        self._phases.expect_call(self.model, "test")
 
     def on_predict_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        self._phases.expect(self.model, "predict")
+        self._phases.expect_call(self.model, "predict")
 
-    # Keras 2 takes its time to say so, and need not for our sake.
+    # Batch callbacks cost time in Keras 2, which does not need them here.
     def _implements_test_batch_hooks(self) -> bool:
         return False
 
@@ -112,12 +101,12 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
         return False
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """What the epoch's validation came to belongs to its last training step, if that is due."""
+        """Save the results of the epoch's validation at its last training step, if that is due."""
         found = {name: value for name, value in (logs or {}).items() if name.startswith("val_")}
-        if not found or not self._core.active or not self._enter(ModeKeys.TRAIN):
+        if not found or not self._recording.enter(ModeKeys.TRAIN):
             return
         try:
-            self._recording.know_metrics(found)
+            self._recording.add_metrics(found)
             ref = self._core.clock.ref
             sink = self._core.sink() if self._core.clock.has_step else None
             for name, value in found.items():
@@ -131,29 +120,25 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
         if not self._core.active:
             return
         try:
-            self._settle_ranks(self.model.distribute_strategy)
+            self._assign_ranks(self.model.distribute_strategy)
             if self._core.session.saves_on_this_rank():
-                self._phases.begin(self.model, kind, self._place, early=early)
+                self._phases.begin(self.model, kind, self._layout, early=early)
         except Exception as error:  # noqa: BLE001 (the policy decides)
             self._core.errors.on_exception(error, f"beginning to {kind}")
 
     def _end_phase(self, kind: str) -> None:
         outer = self._phases.end(self.model, kind)
         if outer is not None and outer is not self.model:
-            super().set_model(outer)  # what follows is of that one, and Keras does not say so
+            super().set_model(outer)  # Keras does not report that `fit` of `outer` goes on
 
-    def _enter(self, mode: ModeKeys) -> bool:
-        if self._core.active:
-            self.set_mode(mode)
-        return self._core.active
-
-    # -- what a script calls ------------------------------------------------------------------
+    # -- called by a script --------------------------------------------------------------------
 
     def wrap_optimizer(self, optimizer: Any) -> Any:
-        """Capture the gradients that `optimizer` applies in `fit`, and in any loop what it keeps for a
-        registered model; returns it. The gradients of a loop are those of its tape: `wrap_tape`.
+        """Capture the gradients that `optimizer` applies in `fit`, and return it.
 
-        The optimizer that a model was compiled with needs no wrapping.
+        The optimizer that a model was compiled with needs no wrapping. In a loop of the script, the
+        variables of `optimizer` for a registered model are captured; gradients come from
+        `wrap_tape`.
         """
         if not hasattr(optimizer, "apply_gradients"):
             raise ConfigurationError(f"wrap_optimizer takes an optimizer, not {optimizer!r}")
@@ -163,8 +148,10 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
         return optimizer
 
     def register_model(self, model: Any) -> None:
-        """Say which model a loop of the script's own trains: its layers are captured then, and its
-        variables are named by their place in it."""
+        """Capture the layers of a model that a loop of the script trains.
+
+        Its variables are then named by their place in the model.
+        """
         if not is_layer(model):
             raise ConfigurationError(f"register_model takes a Keras model, not {model!r}")
         self._core.warn_if_closed()
@@ -173,9 +160,9 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
 
     @unconverted
     def wrap_tape(self, tape: Any) -> Any:
-        """Begin a step, and capture the gradients that `tape` computes; returns it.
+        """Begin a step, capture the gradients that `tape` computes, and return it.
 
-        While another wrapped tape is open, and within `fit`, no step begins: theirs goes on.
+        No step begins within `fit` or while another wrapped tape is open: the current one goes on.
         """
         if not hasattr(tape, "gradient"):
             raise ConfigurationError(f"wrap_tape takes a GradientTape, not {tape!r}")
@@ -186,39 +173,98 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
 
     # -- replicas -----------------------------------------------------------------------------
 
-    def _settle_ranks(self, strategy: Any) -> None:
-        """Each replica of this process is a worker; the hook itself is the first one that saves."""
-        if self._place.replicas > 1:  # the process has become one of them
+    def _assign_ranks(self, strategy: Any) -> None:
+        """Make each replica of this process a worker; the hook itself is the first that saves."""
+        if self._layout.replicas > 1:  # already done: the process has the rank of a replica
             return
-        process = self._core.session.identity
+        core = self._core
+        process = core.session.identity
         count = 1
         if strategy.num_replicas_in_sync > 1:
             count = len(strategy.extended.worker_devices)
-        self._place = Place(process.world_size, count)
-        if count == 1 or self._core.session.is_open:
+        self._layout = ReplicaLayout(process.world_size, count)
+        if count == 1 or core.session.is_open:
             return
         first, world = process.rank * count, process.world_size * count
-        wanted = self._core.config.include_workers
+        wanted = core.config.include_workers
         own, *others = [r for r in range(count) if saves(first + r, wanted)] or [0]
-        self._core.session.assign_rank(first + own, world)
-        lanes = self._recording.lanes
-        lanes.replica = own
-        for replica in others:
+        core.session.assign_rank(first + own, world)
+        replicas = self._recording.replicas
+        replicas.first_index = own
+        for index in others:
             where = ProcessSettings(
-                first + replica, world, self._core.process.attempt, self._core.process.spool_dir
+                first + index, world, core.process.attempt, core.process.spool_dir
             )
             read = tensor_adapter()
             session = CaptureSession(
-                self._core.config, where, read.access, self._core.log, self._core.errors.warn_once
+                core.config, where, read.access, core.log, core.errors.warn_once
             )
+            core.replica_sessions.append(session)
             recorder = Recorder(read.describe)
-            self._core.replica_sessions.append(session)
-            lanes.others.append(Lane(replica, session, recorder, self._core.describe_collections))
+            replicas.others.append(Replica(index, session, recorder, core.describe_collections))
 
-    def _out_of_reach(self) -> str:
+    def _unreachable_reason(self) -> str:
         if self._phases.running:
             return (
-                "a function that fit runs for a batch does not know its step; save in "
-                "on_train_batch_end of a callback, or compile the model with run_eagerly=True"
+                "a function that fit runs has no step number. Save in on_train_batch_end of a "
+                "callback, or compile the model with run_eagerly=True"
             )
-        return super()._out_of_reach()
+        return super()._unreachable_reason()
+
+
+class _KerasStepListener(StepListener):
+    """What the Keras adapter does as steps come and go; called on the training thread."""
+
+    def __init__(
+        self, core: HookCore[Array], recording: Recording, phases: Phases, tapes: TapeLoops
+    ) -> None:
+        self._core, self._recording, self._phases, self._tapes = core, recording, phases, tapes
+
+    def on_capture_step(self) -> None:
+        self._recording.replicas.begin()
+        self._recording.save_variables()
+        for replica in self._recording.replicas.others:
+            replica.recorder.incomplete_reason = self.incomplete_reason()
+
+    def incomplete_reason(self) -> str:
+        return "an exception ended its batch" if self._phases.running else ""
+
+    def on_idle_step(self, next_due: int) -> None:
+        self._recording.replicas.finish()
+
+    def on_config_change(self) -> None:
+        self._recording.on_config_change()
+
+    def on_close(self) -> None:
+        core = self._core
+        if not core.session.saves_on_this_rank():
+            return
+        if self._recording.optimizers and core.clock.step < 0:
+            core.errors.warn_once(
+                "no gradient was saved: an optimizer was wrapped, but no step was seen. Pass the hook "
+                "to fit(callbacks=[hook]), or use hook.wrap_tape(tf.GradientTape()) in each step"
+            )
+        self._warn_of_unknown_targets()
+
+    def _warn_of_unknown_targets(self) -> None:
+        """Warn of variables and layers that a collection asked for and no model had."""
+        asked: list[tuple[str, Any]] = [
+            (collection.name, request.target)
+            for collection in self._core.planner.active().values()
+            for request in collection.unbound_requests
+        ]
+        if not asked:
+            return
+        # Read again: a model may have changed since its names were last needed.
+        models = [Names(names.model) for names in self._recording.all_names()]
+        for collection, target in asked:
+            if models and not any(n.path_of(target) or n.layer_path(target) for n in models):
+                kind = "variable" if is_variable(target) else "layer"
+                self._core.errors.warn_once(
+                    f"collection {collection} asked for {kind} {target.name}, but no model had it"
+                )
+
+    def uninstall(self) -> None:
+        self._tapes.uninstall()
+        self._phases.uninstall()
+        self._recording.uninstall()

@@ -1,73 +1,54 @@
-"""What a Keras hook finds out about the models it sees.
+"""What a hook keeps for each Keras model that it has seen.
 
-Each model keeps that itself, in an attribute that Keras does not look at: functions that were traced
-for a model hold all of it, so whoever else kept them would keep every model there ever was.
+The value hangs on the model itself, in an attribute that Keras ignores. Functions that were traced
+for a model refer to all of it, so keeping them anywhere else would keep every model alive.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, TypeVar
 
-from smdist.planning import StepPlan
-from smdist.workers.keras_adapter.step_function import StepFunction
-from smdist.workers.keras_adapter.taps import Wants
-from smdist.workers.keras_adapter.variable_names import Names
+__all__ = ["ModelCache"]
 
-if TYPE_CHECKING:
-    from smdist.workers.keras_adapter.in_graph_capture import Inline
-
-__all__ = ["Known", "Models"]
-
-_hooks = count()
+T = TypeVar("T")
+_numbers = count()
 
 
-class Known:
-    """Of one model. Functions stand beside the one of Keras that they were made for."""
-
-    def __init__(self) -> None:
-        self.names: Names | None = None
-        self.completed = False  # was it made to have the variables that it says it has?
-        self.wants: dict[StepPlan, Wants] = {}
-        # Of a kind of step: what is told of it, and the optimizers that are looked at, by `id`. It is
-        # their own while the function holds them.
-        self.functions: dict[
-            tuple[str, Wants | None, tuple[int, ...]], tuple[Any, StepFunction]
-        ] = {}
-        # Functions of Keras, or in their place, and the states of the hooks that asked.
-        self.examined: dict[str, tuple[Any, tuple[int, ...]]] = {}
-        self.inlines: dict[str, Inline] = {}
+class _Slot(Generic[T]):
+    def __init__(self, value: T) -> None:
+        self.value = value
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()  # of a copy of the model nothing is known
+        return type(None), ()  # a copy of the model starts without it
 
 
-class Models:
-    """Those that a hook has seen and that are still there."""
+class ModelCache(Generic[T]):
+    """One value for each model, made by `make` on first use."""
 
-    def __init__(self) -> None:
-        self._attribute = f"_smdist_{next(_hooks)}"
-        self._seen: list[weakref.ref[Any]] = []
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._attribute = f"_smdist_{next(_numbers)}"
+        self._models: list[weakref.ref[Any]] = []
 
-    def known(self, model: Any) -> Known:
-        kept = vars(model)
-        found: Known | None = kept.get(self._attribute)
-        if found is None:
-            found = kept[self._attribute] = Known()
-            self._seen = [*(seen for seen in self._seen if seen() is not None), weakref.ref(model)]
-        return found
+    def of(self, model: Any) -> T:
+        slot: _Slot[T] | None = vars(model).get(self._attribute)
+        if slot is None:
+            slot = vars(model)[self._attribute] = _Slot(self._make())
+            self._models = [*(m for m in self._models if m() is not None), weakref.ref(model)]
+        return slot.value
 
-    def __iter__(self) -> Iterator[Known]:
-        for seen in self._seen:
-            model = seen()
+    def __iter__(self) -> Iterator[T]:
+        for reference in self._models:
+            model = reference()
             if model is not None:
-                yield self.known(model)
+                yield self.of(model)
 
     def clear(self) -> None:
-        for seen in self._seen:
-            model = seen()
+        for reference in self._models:
+            model = reference()
             if model is not None:
                 vars(model).pop(self._attribute, None)
-        self._seen = []
+        self._models = []

@@ -1,232 +1,226 @@
-"""Where a Keras hook puts itself between a model and the functions that Keras calls for it."""
+"""Installs and removes the phases of one hook on the models that Keras runs with it.
+
+`KerasHook` calls it from the callbacks of Keras, on the training thread: `begin` and `end` around
+`fit`, `evaluate` and `predict`, `expect_call` before a batch, `uninstall` when the hook is closed.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from smdist.identity import ModeKeys
-from smdist.planning import Planner
 from smdist.workers import horovod_support as horovod
-from smdist.workers.hook.error_policy import ErrorPolicy
-from smdist.workers.hook.step_clock import StepClock
-from smdist.workers.keras_adapter.in_graph_capture import Inline, Owner
-from smdist.workers.keras_adapter.phase import Phase, is_tuned, steps_per_execution
+from smdist.workers.keras_adapter.in_graph_step import InGraphStep
+from smdist.workers.keras_adapter.model_cache import ModelCache
+from smdist.workers.keras_adapter.phase import Phase
 from smdist.workers.keras_adapter.recording import Recording
-from smdist.workers.keras_adapter.stateful_random import OneFunction, note_turn, turn_after
-from smdist.workers.keras_adapter.step_runner import Inside
+from smdist.workers.keras_adapter.replicas import ReplicaLayout
+from smdist.workers.keras_adapter.step_function import next_seed_offset, set_seed_offset
+from smdist.workers.keras_adapter.step_runner import (
+    ResultsOnly,
+    StepRunner,
+    is_autotuned,
+    steps_per_execution,
+)
+from smdist.workers.keras_adapter.traced_step import TracedStep
 
-__all__ = ["Phases", "Place"]
-
-
-class Place(NamedTuple):
-    """This process in its job."""
-
-    processes: int = 1
-    replicas: int = 1  # of each process
+__all__ = ["Phases"]
 
 
 class Phases:
-    def __init__(
-        self, recording: Recording, clock: StepClock, planner: Planner, errors: ErrorPolicy
-    ) -> None:
-        self._recording, self._clock = recording, clock
-        self._inside = Inside(recording, errors)
-        self._planner, self._errors = planner, errors
+    """The phases of one hook, on all its models."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self._traced_step = TracedStep(recording)
+        self._in_graph_steps: ModelCache[dict[str, InGraphStep]] = ModelCache(dict)
         self._phases: list[Phase] = []
-        # What has begun and not ended, unless it was left by an exception: the innermost last.
+        # Begun and not ended, the innermost last. One left by an exception stays until it is dropped.
         self._begun: list[tuple[str, weakref.ref[Any]]] = []
 
     @property
     def running(self) -> bool:
-        """Is a batch of `fit`, `evaluate` or `predict` on its way?"""
+        """Whether a batch of `fit`, `evaluate` or `predict` is being processed."""
         return any(phase.running for phase in self._phases)
 
-    # -- what Keras says ----------------------------------------------------------------------
+    # -- callbacks of Keras -------------------------------------------------------------------
 
-    def begin(self, model: Any, kind: str, place: Place, *, early: bool = False) -> None:
-        """`fit`, `evaluate` or `predict` begins; `early`: or may be about to."""
+    def begin(self, model: Any, kind: str, layout: ReplicaLayout, *, early: bool = False) -> None:
+        """Install a phase at the beginning of `fit`, `evaluate` or `predict`.
+
+        `early`: the phase may be about to begin, or not.
+        """
         if not early:
-            self._forget(model, kind)
+            self._drop_begun(model, kind)
             self._begun.append((kind, weakref.ref(model)))
         if getattr(model, "_cluster_coordinator", None) is not None:
-            self._errors.warn_once(f"{model.name} runs in other processes and is not captured")
+            self._recording.errors.warn_once(
+                f"{model.name} is not captured: parameter servers run its steps in other processes"
+            )
             return
-        phase = self._own(model, kind) or self._install(model, kind, place)
+        phase = self._installed(model, kind) or self._install(model, kind, layout)
         if not early:
             phase.begin()
-        self._recording.phase_begins(model)
+        self._recording.use_model(model)
 
-    def expect(self, model: Any, kind: str) -> None:
-        """A batch is about to be there."""
-        for phase in self._phases:
-            if phase.kind == kind and phase.model is model:
-                phase.expect()
+    def expect_call(self, model: Any, kind: str) -> None:
+        """Note that Keras has announced a batch."""
+        for phase in self._of(model):
+            if phase.kind == kind:
+                phase.expect_call()
 
     def end(self, model: Any, kind: str) -> Any:
-        """The model that goes on, if a callback of its `fit` has run this; else None."""
-        within = kind != "train" and self._trains(model)
-        for phase in self._of(model):
-            if not within:
-                self._take_out(phase)
-            elif phase.kind == kind:
-                phase.rest()  # there may be more to validate
-        if within:
-            self._recording.enter(ModeKeys.TRAIN)
-        return self._resume(model, kind)
+        """Remove the phases of `model`, or suspend one that a callback of its `fit` has run.
 
-    def _resume(self, model: Any, kind: str) -> Any:
-        self._forget(model, kind)
+        Return the model of the phase that goes on, None if there is none.
+        """
+        within_fit = kind != "train" and self._is_training(model)
+        for phase in self._of(model):
+            if not within_fit:
+                self._remove(phase)
+            elif phase.kind == kind:
+                phase.suspend()  # a later epoch may validate again
+        if within_fit:
+            self._recording.enter(ModeKeys.TRAIN)
+        self._drop_begun(model, kind)
         outer = self._begun[-1][1]() if self._begun else None
         if outer is not None:
-            self._recording.phase_begins(outer)
+            self._recording.use_model(outer)
         return outer
 
-    def _forget(self, model: Any, kind: str) -> None:
-        """That has ended, or was left; and models that are gone."""
+    def _drop_begun(self, model: Any, kind: str) -> None:
+        """Forget phases of that model and kind, and those whose model is gone."""
         self._begun = [
-            (k, seen)
-            for k, seen in self._begun
-            if seen() is not None and (k != kind or seen() is not model)
+            (k, reference)
+            for k, reference in self._begun
+            if reference() is not None and (k != kind or reference() is not model)
         ]
 
-    def _step_aside(self, phase: Phase) -> None:
-        """`phase` was called by somebody who did not tell this hook."""
+    def _on_foreign_call(self, phase: Phase) -> None:
+        """Remove phases left behind by an exception: Keras runs the model without this hook."""
         if phase not in self._phases:
             return
-        if phase.kind == "train":  # `fit` was left by an exception, and this is another one
+        if phase.kind == "train":
             for other in self._of(phase.model):
-                self._take_out(other)
-        elif phase.begun and not self._trains(phase.model):
+                self._remove(other)
+        elif phase.begun and not self._is_training(phase.model):
             for other in self._of(phase.model):
                 if other is phase or not other.begun:
-                    self._take_out(other)
+                    self._remove(other)
 
     # -- on the model -------------------------------------------------------------------------
 
     def _of(self, model: Any) -> list[Phase]:
         return [phase for phase in self._phases if phase.model is model]
 
-    def _trains(self, model: Any) -> bool:
+    def _is_training(self, model: Any) -> bool:
         return any(phase.kind == "train" for phase in self._of(model))
 
-    def _own(self, model: Any, kind: str) -> Phase | None:
-        return next((p for p in _standing(model, kind) if p in self._phases), None)
+    def _installed(self, model: Any, kind: str) -> Phase | None:
+        return next((p for p in _stack(model, kind) if p in self._phases), None)
 
-    def _install(self, model: Any, kind: str, place: Place) -> Phase:
-        if kind == "train" and max(place) > 1:
-            self._check_stage(model)
-        inline, whole = None, True
-        if place.processes > 1 and not model.run_eagerly:
-            inline = self._inline(model, kind, place)
-            whole = inline is not None
-        attribute = f"{kind}_function"
-        if _function(model, kind) is None:
-            _make(model, kind)
-        phase = Phase(
-            self._inside,
-            self._clock,
-            model,
-            kind,
-            getattr(model, attribute),
-            self._step_aside,
-            inline,
-            whole=whole,
-        )
+    def _install(self, model: Any, kind: str, layout: ReplicaLayout) -> Phase:
+        if kind == "train" and max(layout) > 1:
+            self._check_gradient_stage(model)
+        runner: StepRunner = self._traced_step
+        if layout.processes > 1 and not model.run_eagerly:
+            runner = self._in_graph_step(model, kind, layout)
+        if _keras_function(model, kind) is None:
+            _make_function(model, kind)
+        phase = Phase(self._recording, model, kind, runner, self._on_foreign_call)
         self._phases.append(phase)
-        setattr(model, attribute, phase)
+        setattr(model, f"{kind}_function", phase)
         return phase
 
-    def _check_stage(self, model: Any) -> None:
+    def _check_gradient_stage(self, model: Any) -> None:
+        """Warn where `stage_gradients` cannot be honoured."""
         if horovod.reducing(model.optimizer) is not None:
             return
+        errors = self._recording.errors
         if horovod.is_running("tensorflow"):
             if self._recording.may_want_gradients(model):
-                self._errors.warn_once(
-                    f"the gradients of {model.name} are captured as its optimizer is given them: "
-                    "reduced, if its train_step does that itself (hvd.DistributedGradientTape); with "
-                    "hvd.DistributedOptimizer stage_gradients chooses"
+                errors.warn_once(
+                    f"gradients of {model.name} are captured as its optimizer gets them, so reduced "
+                    "if train_step reduces them. Use hvd.DistributedOptimizer to choose the stage"
                 )
         elif self._recording.synced:
-            self._errors.warn_once(
-                f"the gradients of {model.name} are those that each worker computed: "
-                "stage_gradients='synced' knows the reduction of hvd.DistributedOptimizer alone"
+            errors.warn_once(
+                "stage_gradients='synced' is only supported with hvd.DistributedOptimizer; "
+                f"capturing each worker's local gradients of {model.name} instead"
             )
 
-    def _inline(self, model: Any, kind: str, place: Place) -> Inline | None:
-        """In a job of several processes the function must stay Keras'."""
+    def _in_graph_step(self, model: Any, kind: str, layout: ReplicaLayout) -> StepRunner:
         why = ""
-        if place.replicas > 1:
-            why = "each of its processes has several replicas"
-        elif steps_per_execution(model) > 1 or is_tuned(model):
-            why = (
-                "steps_per_execution runs several steps as one; what their last one gives is saved "
-                "at the last of them that is due"
-            )
+        if layout.replicas > 1:
+            why = "each of several processes has several replicas"
+        elif steps_per_execution(model) > 1 or is_autotuned(model):
+            why = "steps_per_execution runs several steps as one in a job of several processes"
         elif model.jit_compile:
             why = "XLA lets nothing out; compile the model with jit_compile=False"
         if why:
-            self._errors.warn_once(f"only losses and metrics of {model.name} are captured: {why}")
-            return None
-        inlines = self._recording.models.known(model).inlines
-        inline = inlines.get(kind)
-        if inline is not None and inline.function is _function(model, kind):
-            inline.install()
-            return inline
-        hook = Owner(self._recording, self._planner, self._errors, lambda: _make(model, kind))
-        inline = Inline(hook, model, kind)
-        inline.install()
-        inlines[kind] = inline
-        _make(model, kind, inline)  # what was traced before does not tell
-        return inline
+            self._recording.errors.warn_once(
+                f"only losses and metrics of {model.name} are captured: {why}"
+            )
+            return ResultsOnly()
+        steps = self._in_graph_steps.of(model)
+        step = steps.get(kind)
+        if step is not None and step.function is _keras_function(model, kind):
+            step.install()
+            return step
+        step = InGraphStep(self._recording, model, kind, lambda: _make_function(model, kind))
+        step.install()
+        steps[kind] = step
+        _make_function(model, kind, step)  # what was traced before has no callbacks
+        return step
 
-    def _take_out(self, phase: Phase) -> None:
+    def _remove(self, phase: Phase) -> None:
         attribute = f"{phase.kind}_function"
         if getattr(phase.model, attribute, None) is phase:
             setattr(phase.model, attribute, phase.below)
-        for above in _standing(phase.model, phase.kind):
+        for above in _stack(phase.model, phase.kind):
             if above.below is phase:
                 above.below = phase.below
-        if isinstance(phase.original, OneFunction):
-            phase.original.let_go(self._errors)
-        if phase.inline is not None:
-            phase.inline.remove()
-        phase.rest()  # Keras 2 may go on calling it
+        phase.runner.remove()
+        phase.suspend()  # Keras 2 may go on calling it
         self._phases.remove(phase)
 
     def uninstall(self) -> None:
+        """Leave all models as they were."""
         for phase in tuple(self._phases):
-            self._take_out(phase)
-        for known in self._recording.models:
-            for inline in known.inlines.values():
-                inline.let_go()
+            self._remove(phase)
+        for steps in self._in_graph_steps:
+            for step in steps.values():
+                step.release_hook()
+        self._in_graph_steps.clear()
+        self._traced_step.uninstall()
 
 
-def _standing(model: Any, kind: str) -> Iterator[Phase]:
-    """The phases, of any hook, between the model and Keras' function: the outermost first."""
+def _stack(model: Any, kind: str) -> Iterator[Phase]:
+    """Yield the phases, of any hook, between the model and Keras' function, outermost first."""
     found = getattr(model, f"{kind}_function", None)
     while isinstance(found, Phase):
         yield found
         found = found.below
 
 
-def _function(model: Any, kind: str) -> Any:
-    """Keras' own, if there is one."""
+def _keras_function(model: Any, kind: str) -> Any:
     found = getattr(model, f"{kind}_function", None)
-    return found.original if isinstance(found, Phase) else found
+    return found.keras_function if isinstance(found, Phase) else found
 
 
-def _make(model: Any, kind: str, *coming: Inline) -> None:
-    """Let Keras make its function anew, below whatever phases stand there."""
+def _make_function(model: Any, kind: str, *new_steps: InGraphStep) -> None:
+    """Have Keras make its function again, below the phases that stand there."""
     attribute = f"{kind}_function"
-    phases, turn = list(_standing(model, kind)), turn_after(_function(model, kind))
+    phases, seed_offset = list(_stack(model, kind)), next_seed_offset(_keras_function(model, kind))
     setattr(model, attribute, None)
     getattr(model, f"make_{attribute}")()
-    note_turn(getattr(model, attribute), turn)
-    for inline in (*coming, *(phase.inline for phase in phases)):
-        if inline is not None:
-            inline.stands_in(getattr(model, attribute), turn)
+    function = getattr(model, attribute)
+    set_seed_offset(function, seed_offset)
+    for runner in (*new_steps, *(phase.runner for phase in phases)):
+        if isinstance(runner, InGraphStep):
+            runner.use_function(function, seed_offset)
     if phases:
-        phases[-1].below = getattr(model, attribute)
+        phases[-1].below = function
         setattr(model, attribute, phases[0])

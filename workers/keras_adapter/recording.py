@@ -1,29 +1,41 @@
-"""What a Keras hook does with the models it sees: which step is which, and what is captured of it.
+"""What a Keras hook captures of each step, and under which step it is saved.
 
-The functions that let the inside of a step be seen are those of `Inside`.
+`Phase` and the step strategies call it on the training thread, `InGraphStep` also on a thread of
+TensorFlow while the training thread waits for the step. For each step:
+
+    enter(mode)                 the mode of the next steps; False: the hook is closed
+    begin(model)                the step begins; on a due step its variables are captured
+    save_seen, save_results     what probes saw; losses and metrics that Keras returned
+    close()                     the step is complete
+
+Values go to `Replicas`, one recorder for each replica of this process. An error goes to the error
+policy of the hook and never reaches the step.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from itertools import count
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from smdist.config import CollectionManager
 from smdist.config.collection import CollectionKeys
 from smdist.identity import ModeKeys
-from smdist.planning import Planner, StepPlan
-from smdist.workers.hook.error_policy import ErrorPolicy
-from smdist.workers.hook.recorder import Recorder
-from smdist.workers.hook.step_clock import StepClock
-from smdist.workers.keras_adapter.model_cache import Models
-from smdist.workers.keras_adapter.replicas import Lanes
-from smdist.workers.keras_adapter.step_function import is_built
-from smdist.workers.keras_adapter.taps import NOTHING, Anywhere, Wants, at_stage, of_stage, wants_of
+from smdist.planning import StepPlan
+from smdist.workers.hook.core import HookCore
+from smdist.workers.keras_adapter.capture_set import (
+    NOTHING,
+    AnyStep,
+    CaptureSet,
+    capture_set_of,
+    select_stage,
+    with_stage,
+)
+from smdist.workers.keras_adapter.model_building import is_built, is_only_marked_built
+from smdist.workers.keras_adapter.model_cache import ModelCache
+from smdist.workers.keras_adapter.replicas import Replicas
 from smdist.workers.keras_adapter.variable_names import NamedVariable, Names, all_optimizers
 from smdist.workers.tf_adapter.tensor_access import Array, array_of, is_variable, tf_variable
 
@@ -31,42 +43,36 @@ __all__ = ["Recording"]
 
 _RESULTS = {CollectionKeys.LOSSES, CollectionKeys.METRICS, CollectionKeys.SM_METRICS}
 _LOSSES = ("loss", "val_loss")
-_states = count()
+
+
+class _ModelFacts:
+    def __init__(self) -> None:
+        self.names: Names | None = None
+        self.wanted: dict[StepPlan, CaptureSet] = {}
 
 
 class Recording:
-    def __init__(
-        self,
-        clock: StepClock,
-        planner: Planner,
-        manager: CollectionManager,
-        recorder: Recorder[Array],
-        errors: ErrorPolicy,
-        on_step_start: Callable[[], None],
-        enter: Callable[[ModeKeys], bool],
-        synced: bool,
-    ) -> None:
-        """`on_step_start` and `enter` are the hook's: a step began; the coming ones are of a mode.
-        `synced`: gradients are wanted as they are after their reduction."""
-        self.synced = synced
-        self._clock, self._planner, self._manager = clock, planner, manager
-        self._errors, self._on_step_start, self.enter = errors, on_step_start, enter
-        self.lanes = Lanes(recorder, errors.warn_once)
-        self._recorder = recorder
-        self.optimizers: list[Any] = []  # besides the model's own
-        self.state = next(_states)  # changes with what may be wanted; no other hook ever has it
-        self.models = Models()
-        self._model: Any = None  # of steps that the script begins itself: that of the phase
+    """The steps of one hook, over all its models."""
+
+    def __init__(self, core: HookCore[Array]) -> None:
+        self.core, self.errors = core, core.errors
+        self._clock, self._planner, self._recorder = core.clock, core.planner, core.recorder
+        self.synced = core.config.stage_gradients == "synced"  # gradients after their reduction
+        self.replicas = Replicas(core.recorder, core.errors.warn_once)
+        self.optimizers: list[Any] = []  # wrapped by the script, besides those of models
+        self._models = ModelCache(_ModelFacts)
+        self._model: Any = None  # whose variables are captured as the script begins a step
         self._registered: Any = None
 
     # -- models -------------------------------------------------------------------------------
 
-    def phase_begins(self, model: Any) -> None:
+    def use_model(self, model: Any) -> None:
+        """Capture the variables of `model` with steps that the script begins itself."""
         self._model = model
-        self.bind()
+        self.bind_requests()
 
     def register(self, model: Any) -> None:
-        """`model` is trained by a loop of the script's own."""
+        """Note that a loop of the script trains `model`."""
         self._model = self._registered = model
 
     def registered_names(self) -> Names | None:
@@ -75,22 +81,28 @@ class Recording:
 
     # -- steps --------------------------------------------------------------------------------
 
+    def enter(self, mode: ModeKeys) -> bool:
+        """Set the mode of the next steps; return False if the hook is closed."""
+        if self.core.active:
+            self.core.set_mode(mode)
+        return self.core.active
+
     def due_within(self, steps: int) -> bool:
-        """Is any of the coming `steps` due?"""
-        coming = self._clock.mode_step + 1
+        """Check whether any of the next `steps` is due."""
+        first = self._clock.mode_step + 1
         try:
-            return self._planner.next_due(self._clock.mode, coming) < coming + steps
+            return self._planner.next_due(self._clock.mode, first) < first + steps
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._errors.on_exception(error, "looking what is due")
+            self.errors.on_exception(error, "looking what is due")
             return False
 
-    def passed(self, steps: int) -> None:
-        """They have run: what variables they started with is not known any more."""
+    def count(self, steps: int) -> None:
+        """Count steps that have run; the variables they started with are not known any more."""
         for _ in range(steps):
             self.begin()
 
-    def passed_at_once(self, steps: int, kind: str, result: Any) -> None:
-        """One execution had so many steps and one result, which goes to the last that is due."""
+    def count_with_result(self, steps: int, kind: str, result: Any) -> None:
+        """Count the steps of one execution; save its one result at the last of them that is due."""
         for left in reversed(range(steps)):
             self.begin()
             if self._recorder.recording and not self.due_within(left):
@@ -98,43 +110,42 @@ class Recording:
                 self.close()
 
     def begin(self, model: Any = None) -> None:
-        """A step begins; on a due one that captures variables of `model`, if it is given: they are
-        what the step starts with."""
+        """Begin a step. On a due one, capture the variables of `model`, if it is given."""
         before, self._model = self._model, model
         try:
             if self._clock.forward():
-                self._on_step_start()
+                self.core.on_step_start()
         finally:
             self._model = before
 
     def close(self) -> None:
         if self._recorder.recording:
-            self.lanes.close()
+            self.replicas.close()
 
     def wants_results_only(self, model: Any) -> bool:
-        """Can Keras run the coming step, which is due, by itself?"""
+        """Check whether Keras' own function gives all that the next step, which is due, wants."""
         try:
-            plan = self.coming_plan
-            if not is_built(model):
+            plan = self.next_plan
+            if not is_built(model) or is_only_marked_built(model):
                 return set(plan.due) <= _RESULTS
             names = self.names(model)
-            if any(self.wants(plan, names)):
+            if any(self.wanted(plan, names)):
                 return False
             variables = self.variables(names, self._kind)
             return not any(plan.wants(named.name) is not None for named in variables)
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._errors.on_exception(error, "looking at the model")
+            self.errors.on_exception(error, "looking at the model")
             return True
 
     @property
-    def coming_plan(self) -> StepPlan:
-        """Of the coming step, which is due."""
+    def next_plan(self) -> StepPlan:
+        """The plan of the next step, which is due."""
         return self._planner.at(self._clock.mode, self._clock.mode_step + 1)
 
     # -- variables ----------------------------------------------------------------------------
 
     def save_variables(self) -> None:
-        """The step has begun: what it starts with."""
+        """Save the values that the step which has begun starts with."""
         model = self._model
         plan = self._recorder.plan
         if model is None or plan is None or not is_built(model):
@@ -143,10 +154,10 @@ class Recording:
         named = [n for n in variables if plan.wants(n.name) is not None]
         strategy = model.distribute_strategy
         values = [strategy.experimental_local_results(tf_variable(n.variable)) for n in named]
-        self.lanes.offer(tuple(n.name for n in named), values, array_of)
+        self.replicas.offer(tuple(n.name for n in named), values, array_of)
 
     def variables(self, names: Names, kind: str) -> list[NamedVariable]:
-        """Of the model, and in steps of training of its optimizers."""
+        """Return the variables of a model and, in training steps, those of its optimizers."""
         if kind != "train":
             return names.variables
         kept = names.variables_of(all_optimizers(names.model, self.optimizers))
@@ -156,107 +167,100 @@ class Recording:
     def _kind(self) -> str:
         return "train" if self._clock.mode is ModeKeys.TRAIN else "other"
 
-    # -- wants --------------------------------------------------------------------------------
+    # -- what is wanted -----------------------------------------------------------------------
 
     @property
     def only_results(self) -> bool:
-        """Is nothing wanted but what Keras returns?"""
+        """Whether no step wants more than Keras' own function returns."""
         return set(self._planner.active()) <= _RESULTS
 
-    def wants_now(self, model: Any) -> Wants:
-        """What the step that has begun is to tell of its inside."""
+    def wanted_now(self, model: Any) -> CaptureSet:
+        """Return what the step that has begun wants of its inside."""
         plan = self._recorder.plan
         if plan is None:
             return NOTHING
         try:
-            return self.wants(plan, self.names(model))
+            return self.wanted(plan, self.names(model))
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._errors.on_exception(error, "looking at the model")
+            self.errors.on_exception(error, "looking at the model")
             return NOTHING
 
-    def wants(self, plan: StepPlan, names: Names) -> Wants:
-        wants = self.models.known(names.model).wants
-        found = wants.get(plan)
+    def wanted(self, plan: StepPlan, names: Names) -> CaptureSet:
+        cached = self._models.of(names.model).wanted
+        found = cached.get(plan)
         if found is None:
-            found = wants[plan] = at_stage(wants_of(plan, names), self.synced)
+            found = cached[plan] = with_stage(capture_set_of(plan, names), self.synced)
         return found
 
-    def wants_anywhere(self, names: Names, kind: str) -> Wants:
-        """What any step may have to tell of its inside."""
-        wants = at_stage(wants_of(Anywhere(self._planner), names), self.synced)
+    def wanted_on_any_step(self, names: Names, kind: str) -> CaptureSet:
+        wanted = with_stage(capture_set_of(AnyStep(self._planner), names), self.synced)
         if kind != "train":
-            wants = wants._replace(gradients=frozenset(), synced=frozenset())
-        return wants
+            wanted = wanted._replace(gradients=frozenset(), synced=frozenset())
+        return wanted
 
-    def may_want(self, model: Any, kind: str) -> Wants | None:
-        """The same; None if no step runs as a function of ours."""
-        names = self.names(model, anew=True)  # the last step may have made variables
-        wants = self.wants_anywhere(names, kind)
-        variables = self.variables(names, kind)
-        if any(wants) or any(self._planner.wanted_anywhere(v.name) for v in variables):
-            return wants
-        return None
+    def wanted_anywhere(self, name: str) -> bool:
+        """Check whether any step wants the tensor of that name."""
+        return self._planner.wanted_anywhere(name)
 
     def may_want_gradients(self, model: Any) -> bool:
         if not is_built(model):
             return CollectionKeys.GRADIENTS in self._planner.active()
-        wants = self.wants_anywhere(self.names(model), "train")
-        return bool(wants.gradients or wants.synced)
-
-    @property
-    def traces(self) -> int:
-        """How often a function of ours was traced."""
-        return sum(
-            function.traces for known in self.models for _, function in known.functions.values()
-        )
+        wanted = self.wanted_on_any_step(self.names(model), "train")
+        return bool(wanted.gradients or wanted.synced)
 
     # -- results ------------------------------------------------------------------------------
 
     def save_seen(self, seen: dict[str, tuple[Any, ...]]) -> None:
-        """What taps saw of the step, for all hooks; the plan says what of it is wanted."""
+        """Save what this hook wants of what probes saw, which may be more."""
         try:
-            found = of_stage(seen, self.synced)
-            self.lanes.offer(tuple(found), list(found.values()), array_of)
+            found = select_stage(seen, self.synced)
+            self.replicas.offer(tuple(found), list(found.values()), array_of)
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._errors.on_exception(error, f"step {self._clock.step}")
+            self.errors.on_exception(error, f"step {self._clock.step}")
 
     def save_results(self, kind: str, result: Any) -> None:
-        """Losses and metrics, as Keras returns them for a step."""
+        """Save losses and metrics, as Keras returns them for a step."""
         plan = self._recorder.plan
         if plan is None or kind == "predict" or not isinstance(result, dict):
             return
         try:
             found = dict(_flat(result))
-            self.know_metrics(found)
-            self.lanes.offer(tuple(found), [(value,) for value in found.values()], array_of)
+            self.add_metrics(found)
+            self.replicas.offer(tuple(found), [(value,) for value in found.values()], array_of)
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._errors.on_exception(error, f"step {self._clock.step}")
+            self.errors.on_exception(error, f"step {self._clock.step}")
 
-    def know_metrics(self, names: Iterable[str]) -> None:
-        metrics = self._manager.get(CollectionKeys.METRICS)
+    def add_metrics(self, names: Iterable[str]) -> None:
+        """Add `names`, except losses, to the collection of metrics."""
+        metrics = self.core.manager.get(CollectionKeys.METRICS)
         for name in names:
             if name not in _LOSSES and not metrics.has_tensor_name(name):
                 metrics.add_tensor_name(name)
 
     # -- names --------------------------------------------------------------------------------
 
-    def names(self, model: Any, *, anew: bool = False) -> Names:
-        known, now = self.models.known(model), self._clock.step
-        names = known.names
-        # To go through a model takes as long as a small step: once in a step is enough.
-        if names is None or ((anew or names.looked_at != now) and not names.current):
-            names = known.names = Names(model)
-            known.wants.clear()
-            known.functions.clear()
-            self.bind()
-        names.looked_at = now
+    def names(self, model: Any, *, refresh: bool = False) -> Names:
+        """Return the names of `model`, checked once in a step or when `refresh` asks for it.
+
+        Going through a model takes as long as a small step.
+        """
+        facts, now = self._models.of(model), self._clock.step
+        names = facts.names
+        if names is None or ((refresh or names.checked_at != now) and not names.current):
+            names = facts.names = Names(model)
+            facts.wanted.clear()
+            self.bind_requests()
+        names.checked_at = now
         return names
 
-    def bind(self) -> None:
-        """Answer collections that asked for a layer's tensors or for a variable."""
-        for collection in self._manager.get_collections().values():
+    def all_names(self) -> list[Names]:
+        return [facts.names for facts in self._models if facts.names is not None]
+
+    def bind_requests(self) -> None:
+        """Bind collections that asked for a layer or a variable to the names it has in a model."""
+        for collection in self.core.manager.get_collections().values():
             for request in collection.unbound_requests:
-                for names in [known.names for known in self.models if known.names is not None]:
+                for names in self.all_names():
                     patterns = _patterns(names, request.target, request.inputs, request.outputs)
                     if patterns:
                         collection.bind(request, patterns)
@@ -267,19 +271,16 @@ class Recording:
     def wrap(self, optimizer: Any) -> None:
         if all(known is not optimizer for known in self.optimizers):
             self.optimizers.append(optimizer)
-            self.state = next(_states)
 
-    def forget(self) -> None:
-        """The configuration changed."""
-        for known in self.models:
-            known.wants.clear()
-        self.state = next(_states)
-        self.lanes.forget()
+    def on_config_change(self) -> None:
+        for facts in self._models:
+            facts.wanted.clear()
+        self.replicas.on_config_change()
 
     def uninstall(self) -> None:
-        self._recorder.abandon()  # the step may go on, and wants nothing more
-        self.lanes.abandon()
-        self.models.clear()
+        self.replicas.abandon()
+        self._recorder.abandon()  # the step may go on, but nothing more is wanted of it
+        self._models.clear()
         self.optimizers.clear()
         self._model = self._registered = None
 

@@ -1,11 +1,15 @@
-"""The ranks of one process. A strategy that mirrors a model on several devices runs all its replicas
-in one process, and each of them is a worker of its own: with its own session, spool and uploader.
+"""The replicas of one process, each a worker of its own.
+
+A strategy that mirrors a model on several devices runs all its replicas in one process. Each one
+that saves has its own session, spool and uploader. The first of them is the hook itself: `Replicas`
+uses its recorder. Called by `Recording` and `KerasHook` on the training thread, in this order for
+each step: `begin`, `offer` for each group of tensors, `close` or `finish`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -17,20 +21,27 @@ from smdist.workers.hook.capture_session import CaptureSession
 from smdist.workers.hook.recorder import Recorder
 from smdist.workers.tf_adapter.tensor_access import Array
 
-__all__ = ["Lane", "Lanes"]
+__all__ = ["Replica", "ReplicaLayout", "Replicas"]
 
 
-class Lane:
-    """A replica beside the one whose recorder and session are the hook's own."""
+class ReplicaLayout(NamedTuple):
+    """How many processes the job has, and how many replicas each of them runs."""
+
+    processes: int = 1
+    replicas: int = 1
+
+
+class Replica:
+    """A replica that saves, besides the one that the hook itself records."""
 
     def __init__(
         self,
-        replica: int,
+        index: int,
         session: CaptureSession[Array],
         recorder: Recorder[Array],
         describe: Callable[[str], Collections],
     ) -> None:
-        self.replica = replica
+        self.index = index
         self.session, self.recorder, self._describe = session, recorder, describe
         self.described = False
 
@@ -46,56 +57,60 @@ class Lane:
         self.recorder.begin(sink, ref, plan)
 
 
-class Lanes:
-    """The replicas of this process that save; `values` have one item for each replica, or one."""
+class Replicas:
+    """All replicas of this process that save."""
 
-    def __init__(self, first: Recorder[Array], tell: Callable[[str], None]) -> None:
-        """`tell` is told of tensors that are left out."""
-        self.first, self._tell = first, tell
-        self.replica = 0  # that `first` records
-        self.others: list[Lane] = []
+    def __init__(self, first: Recorder[Array], warn: Callable[[str], None]) -> None:
+        self.first, self._warn = first, warn
+        self.first_index = 0  # of the replica that `first` records
+        self.others: list[Replica] = []
 
     def begin(self) -> None:
+        """Begin the step that the first recorder has begun in all other replicas."""
         ref, plan = self.first.ref, self.first.plan
         if ref is not None and plan is not None:
-            for lane in self.others:
-                lane.begin(ref, plan)
+            for replica in self.others:
+                replica.begin(ref, plan)
 
     def offer(self, names: tuple[str, ...], values: Sequence[Sequence[Any]], read: Any) -> None:
-        """Record what is wanted of tensors that have one value per replica, read by `read`."""
+        """Record what the plan wants of `names`.
+
+        Each of `values` has one item for each replica, or one for all. `read` makes an array of it.
+        """
         plan = self.first.plan
         if plan is None:
             return
         wanted = [i for i, name in enumerate(names) if plan.wants(name) is not None]
         if not wanted:
             return
-        others = [(lane.replica, lane.recorder) for lane in self.others]
-        for replica, recorder in [(self.replica, self.first), *others]:
+        others = [(replica.index, replica.recorder) for replica in self.others]
+        for index, recorder in [(self.first_index, self.first), *others]:
             if recorder.recording:
                 found: dict[str, Array] = {}
                 for i in wanted:
-                    value = values[i][min(replica, len(values[i]) - 1)]
+                    value = values[i][min(index, len(values[i]) - 1)]
                     try:
                         found[names[i]] = read(value)
-                    except CaptureError as error:  # the others can still be had
-                        self._tell(f"{names[i]} is left out: {error}")
+                    except CaptureError as error:  # the other tensors can still be read
+                        self._warn(f"{names[i]} is left out: {error}")
                 recorder.offer_many(tuple(found), list(found.values()))
 
     def close(self) -> None:
-        """The step has all that it brings."""
-        for recorder in (self.first, *(lane.recorder for lane in self.others)):
+        """Complete the step in all replicas."""
+        for recorder in (self.first, *(replica.recorder for replica in self.others)):
             recorder.incomplete_reason = ""
             recorder.close()
 
     def finish(self) -> None:
-        for lane in self.others:
-            lane.recorder.finish()
+        for replica in self.others:
+            replica.recorder.finish()
 
-    def forget(self) -> None:
-        for lane in self.others:
-            lane.described = False
-            lane.recorder.forget()
+    def on_config_change(self) -> None:
+        for replica in self.others:
+            replica.described = False
+            replica.recorder.forget()
 
     def abandon(self) -> None:
-        for lane in self.others:
-            lane.recorder.abandon()
+        """Record nothing more of the current step."""
+        for replica in self.others:
+            replica.recorder.abandon()

@@ -1,200 +1,145 @@
-"""The inside of a step: the functions of ours that run it, and what they are made from.
+"""The interface of the strategies that run captured steps, and how executions are counted.
 
-A step whose inside is wanted runs as a function of ours, which tells of it. That is traced once for
-everything that is wanted of it; where a step draws random numbers, all steps run through one (see
-`OneFunction`).
+Keras calls one function per *execution*: one batch, or `steps_per_execution` batches. `Phase` counts
+executions in which nothing is due and calls Keras' function for them. It hands the others to its
+`StepRunner`:
+
+    TracedStep          takes the batch itself and runs the step as a function with probes
+    InGraphStep         calls Keras' function, which was traced so that it hands over its tensors
+    ResultsOnly         calls Keras' function; only its losses and metrics are saved
+
+All of it runs on the training thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import tensorflow as tf
 
-from smdist.workers.hook.error_policy import ErrorPolicy
 from smdist.workers.keras_adapter.recording import Recording
-from smdist.workers.keras_adapter.stateful_random import (
-    OneFunction,
-    cannot_look,
-    draws,
-    example,
-    note_turn,
-    turn_after,
-)
-from smdist.workers.keras_adapter.step_function import (
-    Outcome,
-    StepFunction,
-    build_by_tracing,
-    can_be_called,
-    is_built,
-    only_says_built,
-    run_or_plain,
-)
-from smdist.workers.keras_adapter.taps import Taps, Wants, union
-from smdist.workers.keras_adapter.variable_names import all_optimizers
 
-if TYPE_CHECKING:
-    from smdist.workers.keras_adapter.phase import Phase
-
-__all__ = ["Inside"]
+__all__ = [
+    "Execution",
+    "ResultsOnly",
+    "StepCounter",
+    "StepRunner",
+    "is_autotuned",
+    "run_for_results",
+    "run_one_by_one",
+    "steps_per_execution",
+]
 
 
-class Inside:
-    def __init__(self, recording: Recording, errors: ErrorPolicy) -> None:
-        self.recording, self._errors = recording, errors
-        self._doubt = ""  # to be told if the step runs: if it does not, the script is told why
+class Execution(Protocol):
+    """What a strategy may use of the `Phase` that Keras called."""
 
-    # -- steps --------------------------------------------------------------------------------
+    model: Any
+    kind: str  # "train", "test" or "predict"
+    recording: Recording
+    below: Callable[[Any], Any]  # the next phase, or Keras' function
 
-    def run(self, phase: Phase, batch: Any, others: Sequence[Inside]) -> Any:
-        """The step that has begun, here and for `others`: once, as a function that tells what any of
-        them wants of its inside."""
-        recordings = [one.recording for one in (self, *others)]
-        wanted = [wants for one in recordings if any(wants := one.wants_now(phase.model))]
-        result, seen = self._step(phase, batch, wanted, others)
-        if wanted:
-            for one in recordings:
-                one.save_seen(seen)
-        return result
+    @property
+    def keras_function(self) -> Callable[[Any], Any]: ...
 
-    def _step(
-        self, phase: Phase, batch: Any, wanted: list[Wants], others: Sequence[Inside]
-    ) -> Outcome:
-        if isinstance(phase.original, OneFunction):
-            return phase.original.step(batch)
-        function = self._own(phase, union(wanted) if wanted else None, others)
-        found, ran, error = run_or_plain(function, batch, lambda: self._own(phase, None, others))
-        if error is not None:
-            cannot_look(self._hearers(others), error, phase.kind, phase.model)
-        examined = self.recording.models.known(phase.model).examined
-        if not ran.eager and phase.kind not in examined:
-            note_turn(phase.original, ran.turn + 1)  # what it drew is not to be drawn again
-        return found
+    def join_waiting(self) -> list[Recording]:
+        """Return the recordings of other hooks whose phases wait below, and mark those running."""
 
-    def _hearers(self, others: Sequence[Inside]) -> list[ErrorPolicy]:
-        return [one._errors for one in (self, *others)]
 
-    def _own(self, phase: Phase, wants: Wants | None, others: Sequence[Inside]) -> StepFunction:
-        model, optimizers = phase.model, self._looked_at(phase.model, wants, others)
-        key = phase.kind, wants, tuple(map(id, optimizers))
-        functions = self.recording.models.known(model).functions
-        basis, function = functions.get(key, (None, None))
-        # Keras makes its function anew when the model is compiled again, and so do we.
-        if function is None or basis is not phase.original:
-            taps = None
-            if wants is not None:
-                taps = Taps(self.recording.names(model), wants, self._errors)
-            turn = turn_after(phase.original)
-            function = StepFunction(model, phase.kind, taps, optimizers, turn)
-            functions[key] = phase.original, function
-        return function
+class StepRunner(ABC):
+    """Runs the executions of a phase in which a step is due, and records them."""
 
-    def _looked_at(self, model: Any, wants: Wants | None, others: Sequence[Inside]) -> list[Any]:
-        """Optimizers whose gradients are wanted."""
-        if wants is None or not (wants.gradients or wants.synced):
-            return []
-        wrapped = (o for one in (self, *others) for o in one.recording.optimizers)
-        return all_optimizers(model, wrapped)
+    armed = False  # whether Keras' function hands over its tensors
 
-    # -- random numbers -----------------------------------------------------------------------
+    @abstractmethod
+    def run_due(self, execution: Execution, source: Any, steps: int) -> Any:
+        """Run up to `steps` steps on the batches of `source`; return what Keras' function would."""
 
-    def keep_to_one(self, phase: Phase, source: Any, others: Sequence[Inside]) -> None:
-        """Before the first step of a phase: if its step draws random numbers, all steps are to run
-        through one function. Nothing is run to find out."""
-        examined = self.recording.models.known(phase.model).examined
-        states = tuple(one.recording.state for one in (self, *others))
-        if self._doubt:  # the step did not run, and may be another one now
-            self._doubt = ""
-            examined.pop(phase.kind, None)
-        if examined.get(phase.kind) != (phase.original, states):
-            if not is_built(phase.model) and not can_be_called(phase.model):
-                return  # its first step makes its variables, and then there is more to see
-            try:
-                self._examine(phase, source, others)
-            except Exception as error:  # noqa: BLE001 (the step itself will tell)
-                name, why = phase.model.name, _in_brief(error)
-                self._doubt = f"whether {name} draws random numbers is not known: {why}"
-            examined[phase.kind] = phase.original, states
-        if isinstance(phase.original, OneFunction):
-            phase.original.heard_by(self._hearers(others))
+    def disarm(self) -> None:  # noqa: B027 (optional)
+        """Undo what an exception left behind in the middle of `run_due`."""
 
-    def step_ran(self) -> None:
-        if self._doubt:
-            doubt, self._doubt = self._doubt, ""
-            self._errors.warn_once(doubt)
+    def remove(self) -> None:  # noqa: B027 (optional)
+        """Remove what this strategy has put on the model."""
 
-    def _examine(self, phase: Phase, source: Any, others: Sequence[Inside]) -> None:
-        model, kind, like = phase.model, phase.kind, example(source)
-        if like is None:
-            return
-        if is_built(model):
-            self._complete(model, like)
-        elif self.recording.only_results:
-            return
-        else:
-            build_by_tracing(model, _inputs(like))
-        found = [one.recording.may_want(model, kind) for one in (self, *others)]
-        wanted = [wants for wants in found if wants is not None]
-        if not wanted:
-            return
-        wants = union(wanted)
-        looked_at = self._looked_at(model, wants, others)
-        if isinstance(phase.original, OneFunction) and phase.original.covers(wants, looked_at):
-            return
-        function = self._own(phase, wants if any(wants) else None, others)
-        if draws(function.trace(like)):
-            phase.original = OneFunction(model, kind, function, wants)
 
-    # -- models without variables -------------------------------------------------------------
+class ResultsOnly(StepRunner):
+    """For functions whose inside is out of reach."""
 
-    def build(self, model: Any, batch: Any) -> None:
-        """Make the weights of a model that gets them with its first batch: they are those that its
-        first step starts with."""
-        if is_built(model):
-            self._complete(model, batch)
-            return
-        if not can_be_called(model):
-            return
+    def run_due(self, execution: Execution, source: Any, steps: int) -> Any:
+        return run_for_results(execution, source, steps)
+
+
+def run_for_results(execution: Execution, source: Any, steps: int) -> Any:
+    """Run Keras' function; save its losses and metrics at the last due step of the execution."""
+    counter = StepCounter(execution.model, execution.kind, steps)
+    result = execution.below(source)
+    execution.recording.count_with_result(counter.passed(source), execution.kind, result)
+    return result
+
+
+class StepCounter:
+    """Counts the steps of one execution; made before it, asked after it."""
+
+    def __init__(self, model: Any, kind: str, steps: int) -> None:
+        self._model, self._kind, self._steps = model, kind, steps
+        self._several = steps > 1 or is_autotuned(model)
+        self._before = self._read() if self._several else None
+
+    def passed(self, source: Any) -> int:
+        if not self._several:
+            return 1
+        now = self._read()
+        counted = 0 if self._before is None or now is None else now - self._before
+        if counted > 0:
+            # A step may update several times; an autotuned number may have changed meanwhile.
+            return counted if is_autotuned(self._model) else min(counted, self._steps)
+        return len(source) if isinstance(source, list) else self._steps
+
+    def _read(self) -> int | None:
+        counter: Any = getattr(self._model, f"_{self._kind}_counter", None)
+        if counter is None and self._kind == "train" and self._model.optimizer is not None:
+            counter = _update_counter(self._model.optimizer)
+        return None if counter is None else int(counter.numpy())
+
+
+def _update_counter(optimizer: Any) -> Any:
+    """Return the variable that counts all updates.
+
+    `iterations` leaves out those that only accumulate gradients. It never changes where a
+    `train_step` applies other optimizers.
+    """
+    inner = getattr(optimizer, "inner_optimizer", None)
+    optimizer = optimizer if inner is None else inner
+    counter = getattr(optimizer, "_iterations", None)
+    return optimizer.iterations if counter is None else counter
+
+
+def run_one_by_one(kind: str, source: Any, steps: int, run: Callable[[Any], Any]) -> Any:
+    """Take up to `steps` batches, `run` each, and join the results as one execution would."""
+    results: list[Any] = []
+    batches: Iterator[Any] = iter(source) if isinstance(source, (list, tuple)) else source
+    while len(results) < steps:
         try:
-            inputs = _inputs(batch)
-            try:
-                build_by_tracing(model, inputs)
-            except Exception:  # noqa: BLE001 (there are models that can only be run)
-                _run_once(model, inputs)
-        except Exception as error:  # noqa: BLE001 (the step itself will tell)
-            why = _in_brief(error)
-            self._errors.warn_once(f"the weights of {model.name} before its first step: {why}")
-
-    def _complete(self, model: Any, like: Any) -> None:
-        """The same for one that is only marked as built. It may as well be one that is never called,
-        whose layers are: then they get their variables in its first step."""
-        known = self.recording.models.known(model)
-        if known.completed:
-            return
-        known.completed = True
-        with suppress(Exception):
-            if not self.recording.only_results and only_says_built(model):
-                build_by_tracing(model, _inputs(like))
+            batch = next(batches)
+        except (StopIteration, tf.errors.OutOfRangeError):
+            if not results:
+                raise
+            break
+        results.append(run(batch))
+    if kind != "predict" or len(results) == 1:
+        return results[-1]
+    return tf.nest.map_structure(lambda *parts: tf.concat(parts, axis=0), *results)
 
 
-def _in_brief(error: Exception) -> str:
-    """What TensorFlow says of code that it has rewritten ends with the error, after a page of it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if not lines:
-        return type(error).__name__
-    return lines[-1] if lines[0] == "in user code:" else lines[0]
+def steps_per_execution(model: Any) -> int:
+    steps: Any = getattr(model, "_steps_per_execution", None)  # a variable in Keras 2
+    if steps is None:
+        steps = getattr(model, "steps_per_execution", None) or 1
+    return int(steps.numpy() if hasattr(steps, "numpy") else steps)
 
 
-def _inputs(batch: Any) -> Any:
-    return batch[0] if isinstance(batch, tuple) else batch
-
-
-def _run_once(model: Any, inputs: Any) -> None:
-    strategy = model.distribute_strategy
-    one = tf.nest.map_structure(
-        lambda value: strategy.experimental_local_results(value)[0][:1], inputs
-    )
-    with strategy.scope():
-        model(one)
+def is_autotuned(model: Any) -> bool:
+    """Check for `steps_per_execution="auto"` of Keras 2, which another thread changes any time."""
+    return bool(getattr(model, "autotune_steps_per_execution", False))

@@ -1,18 +1,21 @@
-"""Loops of a script's own, by the `tf.GradientTape` of each step.
+"""Steps of training loops that a script writes itself, by the `tf.GradientTape` of each step.
 
     with hook.wrap_tape(tf.GradientTape()) as tape:      a step of mode TRAIN begins
         loss = ...
     gradients = tape.gradient(loss, variables)           loss, weights and gradients are captured
 
-A tape that is wrapped while another is open takes part in its step. Within `fit` a tape begins
-nothing: its step is the batch, and what it computes is captured as it is applied.
+A tape that is wrapped while another is open belongs to the same step. Within `fit` a tape begins no
+step: the step is the batch, and gradients are captured as an optimizer applies them.
 
-Variables of a model that `register_model` was given are captured as the step begins, before a
-layer can change them; others when their gradients show that they exist.
+Variables of a model given to `register_model` are captured as the step begins, before a layer can
+change them. Other variables are captured when their gradients are computed.
 
 In a `tf.function` the same lines are traced once. There the graph asks at every step whether it is
-due, and only on one that is hands its tensors over. Layers are seen in eager loops alone, those of
-the model that `register_model` was given.
+due, and hands over its tensors only if it is. Layers are seen in eager loops only, and only those of
+the model given to `register_model`.
+
+All methods run on the training thread, except `_begin_traced` and `_save_traced`, which TensorFlow
+calls while the step runs. Errors go to the error policy of the hook.
 """
 
 from __future__ import annotations
@@ -25,14 +28,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from smdist.config import CollectionManager
 from smdist.config.collection import CollectionKeys
 from smdist.identity import ModeKeys
-from smdist.workers.hook.error_policy import ErrorPolicy
-from smdist.workers.hook.recorder import Recorder
-from smdist.workers.hook.step_clock import StepClock
 from smdist.workers.keras_adapter.recording import Recording
-from smdist.workers.keras_adapter.taps import Taps
+from smdist.workers.keras_adapter.step_probes import StepProbes
 from smdist.workers.keras_adapter.variable_names import (
     LooseNames,
     NamedVariable,
@@ -40,8 +39,8 @@ from smdist.workers.keras_adapter.variable_names import (
     unique,
     weight_name,
 )
-from smdist.workers.tf_adapter.graph_callbacks import ask, compiled, tell_when
-from smdist.workers.tf_adapter.tape_gradients import Save, watch
+from smdist.workers.tf_adapter.graph_callbacks import call_for_flags, call_if, in_xla_graph
+from smdist.workers.tf_adapter.tape_gradients import SaveGradients, observe_tape
 from smdist.workers.tf_adapter.tensor_access import (
     Array,
     array_of,
@@ -50,68 +49,61 @@ from smdist.workers.tf_adapter.tensor_access import (
     unconverted,
 )
 
-__all__ = ["Tapes"]
+__all__ = ["TapeLoops"]
 
-_Tapes = list[weakref.ref[Any]]  # a tape holds everything that it has recorded
+_TapeRefs = list[weakref.ref[Any]]  # weak: a tape holds everything that it has recorded
 
-_CUT = "an exception interrupted the capture of what its tape has seen"
+_INTERRUPTED = "an exception interrupted the capture of what its tape has seen"
 _LOSS = "loss"
 _COMPILED = (
-    "a tape in a function that XLA compiles is not captured: XLA lets nothing out; make that "
-    "tf.function with jit_compile=False"
+    "a tape in a function compiled by XLA is not captured: use tf.function(jit_compile=False)"
 )
 
 
 class _Found(NamedTuple):
-    """What a call of `gradient` shows, by name."""
+    """What one call of `gradient` computes, and the variables it uses."""
 
-    # Losses and gradients: tensors, others with every call. All losses have one name here.
-    computed: list[tuple[str, Any]]
+    computed: list[tuple[str, Any]]  # losses, all under one name here, and gradients
     variables: dict[str, Any]
 
 
-class _Traced(NamedTuple):
+class _TracedLoopStep(NamedTuple):
     """A step that is traced into a graph."""
 
     graph: Any
-    due: Any  # a tensor of it: whether the step is captured
-    started: frozenset[str]  # names of variables whose values at its start are told
+    due: Any  # a boolean tensor: the step is captured
+    started: frozenset[str]  # variables captured at its start
     loose: LooseNames
-    tapes: _Tapes
+    tapes: _TapeRefs
 
 
-class Tapes:
-    def __init__(
-        self,
-        recording: Recording,
-        clock: StepClock,
-        recorder: Recorder[Array],
-        manager: CollectionManager,
-        errors: ErrorPolicy,
-        in_fit: Callable[[], bool],
-    ) -> None:
-        """`in_fit`: is a step of `fit` running, which this hook counts and captures?"""
-        self._recording, self._clock, self._manager = recording, clock, manager
-        self._recorder, self._errors, self._in_fit = recorder, errors, in_fit
-        self._taps: Taps | None = None
-        self._tapped = ExitStack()
-        self._tapes: _Tapes = []  # of the step, in an eager loop
-        self._taken: set[str] = set()  # names that the step has values for
+class TapeLoops:
+    """The wrapped tapes of one hook."""
+
+    def __init__(self, recording: Recording, in_fit: Callable[[], bool]) -> None:
+        """Make it for the hook of `recording`; `in_fit` checks whether a step of `fit` runs."""
+        core = recording.core
+        self._recording, self._clock, self._manager = recording, core.clock, core.manager
+        self._recorder, self._errors, self._in_fit = core.recorder, core.errors, in_fit
+        self._probes: StepProbes | None = None
+        self._installed = ExitStack()
+        self._tapes: _TapeRefs = []  # of the step, in an eager loop
+        self._taken: set[str] = set()  # names that the step has values for already
         self._loose = LooseNames()
-        self._traced: _Traced | None = None  # the latest
+        self._traced: _TracedLoopStep | None = None  # the latest
 
     @unconverted
     def wrap(self, tape: Any) -> Any:
         try:
             if self._in_fit():
                 return tape
-            if _replicas() > 1:
+            if _replica_count() > 1:
                 self._errors.warn_once(
-                    "a loop of the script's own over several replicas is not captured"
+                    "a training loop over several replicas is not captured; use model.fit"
                 )
             elif tf.executing_eagerly():
                 self._wrap_eager(tape)
-            elif compiled():
+            elif in_xla_graph():
                 self._errors.warn_once(_COMPILED)
             else:
                 self._wrap_traced(tape)
@@ -120,47 +112,46 @@ class Tapes:
         return tape
 
     def uninstall(self) -> None:
-        self._remove_taps()
+        self._remove_probes()
         self._tapes, self._traced = [], None
         self._taken, self._loose = set(), LooseNames()
 
-    def _remove_taps(self) -> None:
-        self._tapped.close()
-        self._taps = None
+    def _remove_probes(self) -> None:
+        self._installed.close()
+        self._probes = None
 
     def _begin(self) -> bool:
-        """Where a tape is wrapped, in every run: a step begins, unless one goes on. Is the hook at
-        work?"""
+        """Begin a step unless one goes on; return whether the hook captures this loop."""
         if self._in_fit():
             return False
         if _any_open(self._tapes):
             return True
-        self._remove_taps()
+        self._remove_probes()
         self._tapes = []
         try:
             if not self._recording.enter(ModeKeys.TRAIN):
                 return False
             before = self._clock.step
             self._recording.begin()
-            if self._clock.step != before:  # `hook.step()` may not have ended the last one yet
+            if self._clock.step != before:  # else `hook.step()` has not ended the last one yet
                 self._taken, self._loose = set(), LooseNames()
         except Exception as error:  # noqa: BLE001 (the policy decides)
             self._errors.on_exception(error, "beginning a step")
         return True
 
-    # -- what is captured ---------------------------------------------------------------------
+    # -- naming and saving --------------------------------------------------------------------
 
-    def _at_start(self) -> list[NamedVariable]:
-        """Variables that are known before the step shows them."""
+    def _known_variables(self) -> list[NamedVariable]:
+        """Return the variables of the registered model and of wrapped optimizers."""
         names = self._recording.registered_names()
         if names is None:
             return []
         return [*names.variables, *names.variables_of(self._recording.optimizers)]
 
-    def _found(
-        self, target: Any, sources: Any, result: Any, loose: LooseNames, known: Container[str]
+    def _name_all(
+        self, target: Any, sources: Any, result: Any, loose: LooseNames, skip: Container[str]
     ) -> _Found:
-        """Variables but those in `known`."""
+        """Name what `gradient(target, sources)` returned; leave out variables in `skip`."""
         pairs = [
             (variable, gradient)
             for variable, gradient in zip(
@@ -178,10 +169,10 @@ class Tapes:
             variables[weight_name(path)] = variable
         registered = self._recording.registered_names()
         if registered is not None:
-            # Of a model that got them in this step. What is not trained may have changed since.
+            # The model may have got its variables in this step. Untrained ones may have changed since.
             variables.update((n.name, n.variable) for n in registered.variables if _trained(n))
         computed = [*losses, *found.items()]
-        return _Found(computed, {n: v for n, v in variables.items() if n not in known})
+        return _Found(computed, {n: v for n, v in variables.items() if n not in skip})
 
     def _paths(self, variables: list[Any], loose: LooseNames) -> list[str]:
         names = self._recording.registered_names()
@@ -191,84 +182,84 @@ class Tapes:
         given = iter(loose.paths(unknown, taken))
         if loose.numbered:
             self._errors.warn_once(
-                "several variables of a step have the same name, and are numbered (one is saved as "
-                f"{loose.numbered[0]}); give their layers different names"
+                "several variables of a step have the same name and are saved with numbers (such as "
+                f"{loose.numbered[0]}). Give their layers different names"
             )
         return [next(given) if path is None else path for path in known]
 
     def _offer(self, names: Iterable[str], values: Iterable[Any]) -> None:
-        """Values of the step; further ones of the same name are numbered."""
+        """Save computed values; number those whose name the step has already."""
         names = list(names)
         numbered = tuple(unique(name, self._taken) for name in names)
         losses = self._manager.get(CollectionKeys.LOSSES)
         for name, found in zip(names, numbered, strict=True):
             if name == _LOSS and found != name and not losses.has_tensor_name(found):
                 losses.add_tensor_name(found)
-        self._recording.lanes.offer(numbered, [(value,) for value in values], array_of)
+        self._recording.replicas.offer(numbered, [(value,) for value in values], array_of)
 
     def _offer_variables(self, names: Iterable[str], values: Iterable[Any]) -> None:
-        """What they are first seen as in a step is what it starts with."""
+        """Save variables that the step has no value for: the first one is what it starts with."""
         fresh = {n: v for n, v in zip(names, values, strict=True) if n not in self._taken}
         self._taken.update(fresh)
-        self._recording.lanes.offer(tuple(fresh), [(v,) for v in fresh.values()], array_of)
+        self._recording.replicas.offer(tuple(fresh), [(v,) for v in fresh.values()], array_of)
 
-    # -- eager --------------------------------------------------------------------------------
+    # -- eager loops ---------------------------------------------------------------------------
 
     def _wrap_eager(self, tape: Any) -> None:
         if not _any_open(self._tapes):
             if not self._begin():
                 return
             if self._recorder.recording:
-                self._save_start()
-                self._tap()
+                self._save_variables_at_start()
+                self._install_probes()
         self._tapes.append(weakref.ref(tape))
         if self._recorder.recording:
-            watch(tape, self._untap, self._save_eager, synced=self._recording.synced)
+            observe_tape(tape, self._save_layers, self._save_eager, synced=self._recording.synced)
 
-    def _save_start(self) -> None:
-        cut = self._recorder.hold_incomplete(_CUT)
-        variables = self._at_start()
+    def _save_variables_at_start(self) -> None:
+        before = self._recorder.hold_incomplete(_INTERRUPTED)
+        variables = self._known_variables()
         self._offer_variables([n.name for n in variables], [n.variable for n in variables])
-        self._recorder.incomplete_reason = cut
+        self._recorder.incomplete_reason = before
 
-    def _tap(self) -> None:
+    def _install_probes(self) -> None:
         names, plan = self._recording.registered_names(), self._recorder.plan
         if names is None or plan is None:
             return
         nothing = frozenset[str]()
-        wants = self._recording.wants(plan, names)._replace(gradients=nothing, synced=nothing)
-        if any(wants):
-            self._taps = Taps(names, wants, self._errors)
-            self._taps.begin(None)
-            self._tapped.enter_context(self._taps.installed([]))
+        wanted = self._recording.wanted(plan, names)._replace(gradients=nothing, synced=nothing)
+        if any(wanted):
+            self._probes = StepProbes(names, wanted, self._errors)
+            self._probes.begin(None)
+            self._installed.enter_context(self._probes.installed([]))
 
-    def _untap(self) -> None:
-        """The forward pass is over; gradients may be computed by running layers once more."""
-        taps, self._taps = self._taps, None
-        self._tapped.close()
-        if taps is None:
+    def _save_layers(self) -> None:
+        """Save what probes saw of the forward pass; computing gradients may run layers again."""
+        probes, self._probes = self._probes, None
+        self._installed.close()
+        if probes is None:
             return
-        cut = self._recorder.hold_incomplete(_CUT)
+        before = self._recorder.hold_incomplete(_INTERRUPTED)
         try:
-            seen = taps.end()
+            seen = probes.end()
             if self._recorder.recording:
                 self._offer(seen, seen.values())
-            self._recorder.incomplete_reason = cut
+            self._recorder.incomplete_reason = before
         except Exception as error:  # noqa: BLE001 (the policy decides)
             self._errors.on_exception(error, "capturing layers")
 
     def _save_eager(self, target: Any, sources: Any, gradients: Any) -> None:
-        self._recorder.hold_incomplete(_CUT)
+        self._recorder.hold_incomplete(_INTERRUPTED)
         try:
             if self._recorder.recording:
-                found = self._found(target, sources, gradients, self._loose, self._taken)
+                found = self._name_all(target, sources, gradients, self._loose, self._taken)
                 self._offer([n for n, _ in found.computed], [v for _, v in found.computed])
                 self._offer_variables(found.variables, found.variables.values())
                 self._recording.close()
         except Exception as error:  # noqa: BLE001 (the policy decides)
             self._errors.on_exception(error, "capturing gradients")
 
-    # -- in a traced function -----------------------------------------------------------------
+    # -- traced functions ---------------------------------------------------------------------
 
     def _wrap_traced(self, tape: Any) -> None:
         graph, step = tf.compat.v1.get_default_graph(), self._traced
@@ -277,43 +268,45 @@ class Tapes:
         elif not _any_open(step.tapes):
             step = self._traced = self._trace(graph, step.loose)
         step.tapes.append(weakref.ref(tape))
-        watch(tape, lambda: None, self._saving(step), synced=self._recording.synced)
+        observe_tape(tape, lambda: None, self._saving(step), synced=self._recording.synced)
 
-    def _trace(self, graph: Any, loose: LooseNames) -> _Traced:
-        """Have a step begin at this place of every run."""
-        variables = self._at_start()
+    def _trace(self, graph: Any, loose: LooseNames) -> _TracedLoopStep:
+        """Add callbacks that begin a step at this place of every run and save its variables."""
+        variables = self._known_variables()
         names = [named.name for named in variables]
-        due, wanted = ask(lambda: self._begin_traced(names), 2)
+        due, wanted = call_for_flags(lambda: self._begin_traced(names), 2)
         if variables:
-            tell_when(
+            call_if(
                 wanted,
                 lambda: _readings(named.variable for named in variables),
                 lambda *arrays: self._save_traced([], names, arrays),
             )
-        return _Traced(graph, due, frozenset(names), loose, [])
+        return _TracedLoopStep(graph, due, frozenset(names), loose, [])
 
-    def _saving(self, step: _Traced) -> Save:
+    def _saving(self, step: _TracedLoopStep) -> SaveGradients:
         def save(target: Any, sources: Any, gradients: Any) -> None:
             try:
-                if compiled():
+                if in_xla_graph():
                     self._errors.warn_once(_COMPILED)
                     return
-                self._tell(step, self._found(target, sources, gradients, step.loose, step.started))
+                self._add_save(
+                    step, self._name_all(target, sources, gradients, step.loose, step.started)
+                )
             except Exception as error:  # noqa: BLE001 (the policy decides)
                 self._errors.on_exception(error, "tracing gradients")
 
         return save
 
-    def _tell(self, step: _Traced, found: _Found) -> None:
+    def _add_save(self, step: _TracedLoopStep, found: _Found) -> None:
         computed, variables = [name for name, _ in found.computed], list(found.variables)
-        tell_when(
+        call_if(
             step.due,
             lambda: _readings([*(v for _, v in found.computed), *found.variables.values()]),
             lambda *arrays: self._save_traced(computed, variables, arrays),
         )
 
     def _begin_traced(self, names: list[str]) -> Any:
-        """Is the step captured, and any of these variables?"""
+        """Begin a step; return whether it is captured, and whether any of `names` is."""
         plan = self._recorder.plan if self._begin() else None
         wanted = plan is not None and any(plan.wants(name) is not None for name in names)
         return np.bool_(plan is not None), np.bool_(wanted)
@@ -321,11 +314,11 @@ class Tapes:
     def _save_traced(
         self, computed: list[str], variables: list[str], arrays: tuple[Array, ...]
     ) -> Any:
-        cut = self._recorder.hold_incomplete(_CUT)
+        before = self._recorder.hold_incomplete(_INTERRUPTED)
         try:
             self._offer(computed, arrays[: len(computed)])
             self._offer_variables(variables, arrays[len(computed) :])
-            self._recorder.incomplete_reason = cut
+            self._recorder.incomplete_reason = before
             if computed:
                 self._recording.close()
         except Exception as error:  # noqa: BLE001 (the policy decides)
@@ -333,12 +326,12 @@ class Tapes:
         return np.bool_(True)
 
 
-def _any_open(tapes: _Tapes) -> bool:
+def _any_open(tapes: _TapeRefs) -> bool:
     return any(getattr(reference(), "_recording", False) for reference in tapes)
 
 
 def _is_loss(target: Any) -> bool:
-    """Not: one that is sparse or ragged."""
+    # Sparse and ragged tensors are not saved.
     return isinstance(target, tf.Tensor) or is_variable(target)
 
 
@@ -353,7 +346,6 @@ def _readings(values: Iterable[Any]) -> list[Any]:
     ]
 
 
-def _replicas() -> int:
-    """How many of them this process runs side by side."""
+def _replica_count() -> int:
     strategy = tf.distribute.get_strategy()
     return 1 if strategy.num_replicas_in_sync == 1 else len(strategy.extended.worker_devices)

@@ -53,7 +53,7 @@ class Names:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.looked_at: int | None = None  # the step at which it was last found current
+        self.checked_at: int | None = None  # the step at which it was last found current
         self.layers: dict[str, Any] = {}
         self.variables: list[NamedVariable] = []
         self._paths: dict[int, str] = {}

@@ -1,3 +1,3 @@
-"""Capture from TensorFlow: what Keras, tapes, sessions and estimators have in common."""
+"""Capture from TensorFlow: the common part of Keras, tapes, sessions and estimators."""
 
 from __future__ import annotations

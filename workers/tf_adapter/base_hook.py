@@ -1,5 +1,7 @@
-"""What the hooks for TensorFlow have in common: their construction, adding to collections, and values
-of the script's own, which a `tf.function` hands over when it runs.
+"""The common part of the hooks for TensorFlow: collections, and values that the script saves.
+
+Inside a `tf.function` a value is saved by a callback in every run. The script calls all methods on
+its own thread; callbacks come from a thread of TensorFlow.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from smdist.config.readers import read_text
 from smdist.workers.hook.base import BaseHook
 from smdist.workers.hook.user_values import TensorAdapter
 from smdist.workers.tf_adapter.collection import Collection
-from smdist.workers.tf_adapter.graph_callbacks import compiled, tell
+from smdist.workers.tf_adapter.graph_callbacks import call, in_xla_graph
 from smdist.workers.tf_adapter.tensor_access import Array, array_of, tensor_adapter, unconverted
 
 __all__ = ["TensorflowHook"]
@@ -26,6 +28,8 @@ _LOSS = re.compile("[Ll]oss_(?!input).*output")  # as for PyTorch
 
 
 class TensorflowHook(BaseHook[Array]):
+    """A hook whose values are TensorFlow tensors."""
+
     _framework: ClassVar[Framework] = TENSORFLOW
     _collection_type = Collection
     # Outputs recorded so far by name, and the step that they belong to.
@@ -38,23 +42,23 @@ class TensorflowHook(BaseHook[Array]):
         return cast("Collection", super().get_collection(name, create))
 
     def add_to_collection(self, collection_name: str, variable: Any) -> None:
-        """As `get_collection(collection_name).add(variable)`."""
+        """Add `variable` to a collection, as `get_collection(collection_name).add(variable)` does."""
         self.get_collection(collection_name).add(variable)
 
-    # -- values of the script's own -----------------------------------------------------------
+    # -- values given by the script -----------------------------------------------------------
 
     @unconverted
     def record_tensor_value(self, tensor_name: str, tensor_value: Any) -> None:
-        """Treat a tensor as an output of that name: `<tensor_name>_output_0`, saved when it is due.
+        """Save a tensor as an output, named `<tensor_name>_output_0`, on due steps.
 
-        Names that speak of a loss are among the losses.
+        A name that contains "loss" makes it a member of the losses.
         """
         tensor_name = read_text("tensor_name", tensor_name)
         if not self._core.active:
             self._core.warn_if_closed()
             return
         if _in_function():
-            self._hand_over(tensor_name, tensor_value, lambda v: self._record(tensor_name, v))
+            self._save_from_graph(tensor_name, tensor_value, lambda v: self._record(tensor_name, v))
         else:
             self._record(tensor_name, tensor_value)
 
@@ -84,36 +88,36 @@ class TensorflowHook(BaseHook[Array]):
             super()._save(name, value, collections, scalar=scalar)
             return
         save, given = super()._save, tuple(collections)
-        self._hand_over(name, value, lambda array: save(name, array, given, scalar=scalar))
+        self._save_from_graph(name, value, lambda array: save(name, array, given, scalar=scalar))
 
     @unconverted
-    def _hand_over(self, name: str, value: Any, take: Callable[[Any], None]) -> None:
-        """Let `take` have the value in every run of the function that is being traced."""
+    def _save_from_graph(self, name: str, value: Any, take: Callable[[Any], None]) -> None:
+        """Pass the value to `take` in every run of the function that is being traced."""
 
-        def listen(array: Array) -> Any:
-            if not self._told_why_not(name):
+        def callback(array: Array) -> Any:
+            if not self._warn_if_unreachable(name):
                 take(array)
             return np.bool_(True)
 
         try:
-            if not self._told_why_not(name):
-                tell([tf.convert_to_tensor(value)], listen)
+            if not self._warn_if_unreachable(name):
+                call([tf.convert_to_tensor(value)], callback)
         except Exception as error:  # noqa: BLE001 (the policy decides)
             self._core.errors.on_exception(error, f"saving {name}")
 
-    def _told_why_not(self, name: str) -> bool:
-        why = self._out_of_reach()
+    def _warn_if_unreachable(self, name: str) -> bool:
+        why = self._unreachable_reason()
         if why:
             self._core.errors.warn_once(f"{name} is not saved: {why}")
         return bool(why)
 
-    def _out_of_reach(self) -> str:
-        """Why no value gets out of the function that is traced or run; empty: it does."""
-        if not tf.executing_eagerly() and compiled():
-            return "XLA lets nothing out of a function that it compiles; use jit_compile=False"
+    def _unreachable_reason(self) -> str:
+        """Return why no value gets out of the function that is traced or run; empty if it does."""
+        if not tf.executing_eagerly() and in_xla_graph():
+            return "nothing gets out of a function compiled by XLA; use jit_compile=False"
         return ""
 
 
 def _in_function() -> bool:
-    """Is a `tf.function` being traced? What is computed there has no value yet."""
+    """Check whether a `tf.function` is being traced: its tensors have no values yet."""
     return not tf.executing_eagerly() and tf.compat.v1.get_default_graph().building_function

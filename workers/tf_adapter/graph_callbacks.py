@@ -1,12 +1,12 @@
-"""Telling Python about tensors from inside a graph, without being noticed by the rest of it.
+"""Callbacks from inside a TensorFlow graph into Python, invisible to the rest of the graph.
 
-Processes of a job may find each other by the names of operations (Horovod does), and those depend
-on everything before them: a second `cond` is `cond_1`, and what is unfolded of functions gets numbers
-in its order. So what is added here has a scope of its own and stays a function: the other
-operations are called as they would be without it, in a process that captures and in one that does
-not.
+Processes of a job may match operations by name (Horovod does), and names depend on everything
+added before: a second `cond` is `cond_1`, and inlined functions get numbers in their order. So each
+callback has a scope of its own and stays a function that is not inlined. All other operations keep
+the names they have without it, in a process that captures and in one that does not.
 
-What is added to a graph runs in the order in which it was added, one after the other.
+Called while a function is traced. The callbacks of one graph run in the order they were added, on
+a thread of TensorFlow.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["ask", "compiled", "tell", "tell_when"]
+__all__ = ["call", "call_for_flags", "call_if", "in_xla_graph"]
 
 _SCOPE = "smdist"
 _LATEST = "_smdist_latest"
 
 
-def compiled() -> bool:
-    """Is the graph that is being traced one for XLA? Nothing gets out of it: a graph that tries to
-    hand something over cannot be compiled at all."""
+def in_xla_graph() -> bool:
+    """Check whether the graph being traced is one for XLA, which cannot compile a callback."""
     graph: Any = tf.compat.v1.get_default_graph()
     while graph is not None:
         context = graph._get_control_flow_context()
@@ -36,35 +35,35 @@ def compiled() -> bool:
     return False
 
 
-def ask(question: Callable[[], Any], answers: int) -> Any:
-    """What `question` answers, so many truths, at this place of every run."""
-    kinds = [tf.bool] * answers
-    found = _aside(lambda: tf.numpy_function(question, [], kinds, stateful=True))
+def call_for_flags(question: Callable[[], Any], count: int) -> Any:
+    """Call `question` at this place of every run; return the `count` booleans it answers."""
+    kinds = [tf.bool] * count
+    found = _in_own_function(lambda: tf.numpy_function(question, [], kinds, stateful=True))
     for answer in found:
         answer.set_shape(())
     return found
 
 
-def tell(tensors: list[Any], listener: Callable[..., Any]) -> None:
-    """In every run `listener` gets the arrays of `tensors`, and returns a truth."""
+def call(tensors: list[Any], callback: Callable[..., Any]) -> None:
+    """Call `callback` with the arrays of `tensors` in every run; it returns a boolean."""
     with tf.name_scope(_SCOPE):
         tensors = [tf.stop_gradient(tensor) for tensor in tensors]
-    _aside(lambda: tf.numpy_function(listener, tensors, tf.bool))
+    _in_own_function(lambda: tf.numpy_function(callback, tensors, tf.bool))
 
 
-def tell_when(
-    condition: Any, tensors: Callable[[], list[Any]], listener: Callable[..., Any]
-) -> Any:
-    """In runs where `condition` (a tensor or variable) is true, `listener` gets the arrays of
-    `tensors()`, and returns a truth. Otherwise nothing is read."""
+def call_if(condition: Any, tensors: Callable[[], list[Any]], callback: Callable[..., Any]) -> Any:
+    """Call `callback` with the arrays of `tensors()` in runs where `condition` is true.
 
-    def told() -> Any:
-        return tf.numpy_function(listener, tensors(), tf.bool)
+    `condition` is a tensor or a variable. In other runs nothing is read. `callback` returns a boolean.
+    """
 
-    return _aside(lambda: tf.cond(condition, told, lambda: tf.constant(value=False)))
+    def branch() -> Any:
+        return tf.numpy_function(callback, tensors(), tf.bool)
+
+    return _in_own_function(lambda: tf.cond(condition, branch, lambda: tf.constant(value=False)))
 
 
-def _aside(body: Callable[[], Any]) -> Any:
+def _in_own_function(body: Callable[[], Any]) -> Any:
     graph = tf.compat.v1.get_default_graph()
     before = getattr(graph, _LATEST, None)
     with tf.name_scope(_SCOPE), tf.control_dependencies([] if before is None else [before]):

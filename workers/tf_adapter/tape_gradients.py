@@ -1,4 +1,8 @@
-"""Seeing what a `tf.GradientTape` computes: on one tape, that of Horovod included."""
+"""Observe what a `tf.GradientTape` computes, on one tape, including the tapes of Horovod.
+
+`observe_tape` is called by `TapeLoops` while a step is traced or run, on the training thread. Errors
+of the script's own calls pass through unchanged.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +12,23 @@ from typing import Any
 from smdist.workers import horovod_support as horovod
 from smdist.workers.tf_adapter.tensor_access import unconverted
 
-__all__ = ["Save", "watch"]
+__all__ = ["SaveGradients", "observe_tape"]
 
-Save = Callable[[Any, Any, Any], None]  # of a target, variables and their gradients
+SaveGradients = Callable[[Any, Any, Any], None]  # takes a target, variables and their gradients
 
 
-def watch(tape: Any, before: Callable[[], None], save: Save, *, synced: bool) -> None:
-    """Around each `tape.gradient(...)` of the script call `before` and `save`. `synced`: gradients
-    are wanted as they are after a reduction, if there is one."""
+def observe_tape(
+    tape: Any, before: Callable[[], None], save: SaveGradients, *, synced: bool
+) -> None:
+    """Call `before` and `save` around each `tape.gradient(...)` of the script.
+
+    `synced`: save gradients as they are after a reduction, if there is one.
+    """
     if horovod.reducer_of(tape) is not None:  # such a tape has no Jacobians
         vars(tape)["gradient"] = unconverted(_around_reduction(tape, before, save, synced))
         return
     kind = type(tape)
-    within: list[Any] = []  # methods that call `gradient` for each row of what they compute
+    within: list[Any] = []  # running methods that call `gradient` for each row of their result
 
     def gradient(own: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         if within:
@@ -28,7 +36,7 @@ def watch(tape: Any, before: Callable[[], None], save: Save, *, synced: bool) ->
         before()
         result = kind.gradient(own, target, sources, *args, **kwargs)
         if synced and horovod.reducer_of(own) is not None:
-            _after_reduction(own, lambda variables, found: save(target, variables, found))
+            _save_after_reduction(own, lambda variables, found: save(target, variables, found))
         else:
             save(target, sources, result)
         return result
@@ -36,14 +44,13 @@ def watch(tape: Any, before: Callable[[], None], save: Save, *, synced: bool) ->
     methods = {"gradient": unconverted(gradient)}
     for name in ("jacobian", "batch_jacobian"):
         if hasattr(kind, name):
-            methods[name] = unconverted(_by_rows(getattr(kind, name), before, within))
-    # Horovod makes another tape, of a class of its own that is derived from this one's.
+            methods[name] = unconverted(_around_jacobian(getattr(kind, name), before, within))
+    # Not set on the instance: Horovod makes another tape, whose class is derived from this one's.
     tape.__class__ = type(kind.__name__, (kind,), methods)
 
 
-def _by_rows(original: Any, before: Callable[[], None], within: list[Any]) -> Any:
-    """`original`, whose own calls of `gradient` are no losses of the script, and may be those of a
-    loop that is traced."""
+def _around_jacobian(original: Any, before: Callable[[], None], within: list[Any]) -> Any:
+    """Wrap a method whose own calls of `gradient` are not losses of the script."""
 
     def jacobian(*args: Any, **kwargs: Any) -> Any:
         if not within:
@@ -57,7 +64,10 @@ def _by_rows(original: Any, before: Callable[[], None], within: list[Any]) -> An
     return jacobian
 
 
-def _around_reduction(tape: Any, before: Callable[[], None], save: Save, synced: bool) -> Any:
+def _around_reduction(
+    tape: Any, before: Callable[[], None], save: SaveGradients, synced: bool
+) -> Any:
+    """Wrap `gradient` of a Horovod tape, and see gradients before its reduction as well."""
     original, reducer = tape.gradient, horovod.reducer_of(tape)
 
     def gradient(target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
@@ -80,8 +90,8 @@ def _around_reduction(tape: Any, before: Callable[[], None], save: Save, synced:
     return gradient
 
 
-def _after_reduction(tape: Any, save: Callable[[Any, Any], None]) -> None:
-    """Show `save` what the reduction that `tape` is about to do gives."""
+def _save_after_reduction(tape: Any, save: Callable[[Any, Any], None]) -> None:
+    """Pass to `save` what the next reduction of `tape` returns."""
     reducer = horovod.reducer_of(tape)
 
     def reduce(gradients: Any, variables: Any, *more: Any) -> Any:

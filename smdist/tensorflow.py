@@ -1,4 +1,4 @@
-"""`import smdist.tensorflow as smd`: all that a TensorFlow training script needs."""
+"""The names that a TensorFlow training script needs: `import smdist.tensorflow as smd`."""
 
 from __future__ import annotations
 
@@ -51,16 +51,18 @@ def create_trial(
     range_steps: Any = None,
     **options: Any,
 ) -> Trial:
-    """As `smdist.create_trial`. What hooks of this very process have saved there is waited for, so
-    that a script finds its own run without closing its hook."""
+    """Open a run, as `smdist.create_trial` does, after flushing hooks of this process that save there.
+
+    So a script finds its own run without closing its hook.
+    """
     place = options.get("out_dir") if path is None else path
     for hook in lifecycle.open_hooks():
-        if place is not None and _same(hook.out_dir, place):
+        if place is not None and _is_same_place(hook.out_dir, place):
             hook.flush(_FLUSH_S)
     return open_trial(path, name, range_steps, **options)
 
 
-def _same(one: str, other: str | PathLike[str]) -> bool:
+def _is_same_place(one: str, other: str | PathLike[str]) -> bool:
     texts = [os.fspath(one), os.fspath(other)]
     if any("://" in text for text in texts):
         return texts[0].rstrip("/") == texts[1].rstrip("/")
@@ -72,12 +74,14 @@ def get_hook(
     json_config_path: str | PathLike[str] | None = None,
     create_if_not_exists: bool = False,
 ) -> TensorflowHook | None:
-    """The hook that `set_hook` was given, or (`create_if_not_exists`) one from the configuration
-    file, of the kind "keras" (the default), "session" or "estimator"; None where there is neither.
+    """Return the hook given to `set_hook`, or None.
+
+    `create_if_not_exists`: make one from the configuration file, if there is one. `hook_type` is
+    "keras" (the default), "session" or "estimator".
     """
     global _current
-    told = json_config_path is not None or config_file(None, os.environ)[0].exists()
-    if _current is None and create_if_not_exists and told:
+    has_config = json_config_path is not None or config_file(None, os.environ)[0].exists()
+    if _current is None and create_if_not_exists and has_config:
         _current = _KINDS[hook_type or "keras"].create_from_json_file(json_config_path)
     return _current
 
@@ -88,6 +92,6 @@ def set_hook(custom_hook: TensorflowHook) -> None:
 
 
 def del_hook() -> None:
-    """Forget the hook; it is not closed by that."""
+    """Forget the hook of `set_hook` without closing it."""
     global _current
     _current = None

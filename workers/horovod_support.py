@@ -1,6 +1,6 @@
-"""What is known of Horovod's wrappers, which are recognised by what they carry.
+"""Recognise Horovod's wrappers of optimizers and tapes by their attributes.
 
-Nothing of Horovod is imported: a script that uses it has, and one that does not pays nothing.
+Horovod is never imported here: a script that uses it has imported it already.
 """
 
 from __future__ import annotations
@@ -14,22 +14,21 @@ __all__ = ["awaits_reduction", "is_running", "reducer_of", "reducing"]
 
 
 def is_running(framework: str, modules: Mapping[str, ModuleType] = sys.modules) -> bool:
-    """Are there several processes that `horovod.<framework>` connects?"""
+    """Check whether `horovod.<framework>` connects several processes."""
     hvd: Any = modules.get(f"horovod.{framework}")
     return hvd is not None and bool(hvd.is_initialized()) and int(hvd.size()) > 1
 
 
 def awaits_reduction(optimizer: Any) -> bool:
-    """torch: are gradients of this optimizer still being reduced?
+    """Check whether gradients of a torch optimizer are still being reduced.
 
-    Its `step` calls hooks twice: before it waits for that, and again right before the update.
+    Its `step` calls hooks twice: before it waits for the reduction, and right before the update.
     """
     return hasattr(optimizer, "synchronize") and bool(getattr(optimizer, "_handles", None))
 
 
 def reducing(optimizer: Any) -> Any:
-    """Keras: `optimizer` or what it wraps, whichever reduces gradients when it computes them; None:
-    neither does."""
+    """Return the Keras optimizer that reduces gradients: `optimizer` or one it wraps, or None."""
     while optimizer is not None:
         if reducer_of(optimizer) is not None and hasattr(optimizer, "_allreduce"):
             return optimizer
@@ -38,5 +37,5 @@ def reducing(optimizer: Any) -> Any:
 
 
 def reducer_of(wrapper: Any) -> Any:
-    """What an optimizer or a tape calls with gradients and variables; None without Horovod."""
+    """Return what an optimizer or tape calls to reduce gradients; None without Horovod."""
     return vars(wrapper).get("_allreduce_grads")

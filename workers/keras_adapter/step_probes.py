@@ -29,7 +29,7 @@ from smdist.workers import horovod_support as horovod
 from smdist.workers.hook.error_policy import ErrorPolicy
 from smdist.workers.keras_adapter.capture_set import SYNCED_PREFIX, CaptureSet
 from smdist.workers.keras_adapter.variable_names import Names, gradient_name
-from smdist.workers.tf_adapter.tensor_access import flat_tensors, forms_beside, unconverted
+from smdist.workers.tf_adapter.tensor_access import flat_tensors, non_dense_forms, unconverted
 
 __all__ = ["StepProbes", "dense"]
 
@@ -215,7 +215,7 @@ class StepProbes:
             return
         try:
             tensors = flat_tensors(value)
-            for form in forms_beside(value):
+            for form in non_dense_forms(value):
                 what = f"a part of {base}" if tensors else base
                 self._errors.warn_once(f"{what} is left out: it is {form}")
             if not self._is_reachable(base, tensors):

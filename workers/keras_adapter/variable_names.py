@@ -1,13 +1,15 @@
-"""What layers, variables and optimizer variables of a Keras model are called.
+"""Names of the layers, variables and optimizer variables of a Keras model.
 
-By their place in the model, not by what Keras calls them, which differs between its versions:
+A name is the place in the model. The names that Keras gives differ between its versions.
 
     dense                              a layer; one inside another: block/dense
-    dense/kernel                       a variable: its layer, and the last part of its own name
-    dense/weights/dense/kernel:0       its value (the first layer on the way to it comes first)
+    dense/kernel                       the path of a variable: its layer, and its own last name
+    dense/weights/dense/kernel:0       its value (the outermost layer comes first)
     gradients/dense/kernelGrad         its gradient
-    optimizer/dense/kernel/momentums   what the optimizer keeps for it
-    optimizer/iterations               what the optimizer keeps besides
+    optimizer/dense/kernel/momentums   a variable that the optimizer keeps for it
+    optimizer/iterations               another variable of the optimizer
+
+Used by `Recording` and `TapeLoops` on the training thread. Nothing is written to the model.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ _NOT_SLOTS = ("_variables", "variables", "_trainable_variables")
 
 
 class NamedVariable(NamedTuple):
-    name: str  # of its value
+    name: str  # its value is saved under it
     path: str
     variable: Any
 
@@ -49,11 +51,11 @@ def weight_name(path: str) -> str:
 
 
 class Names:
-    """Of one model, as it is now. `current` tells whether it still is so."""
+    """The names of one model at the time this was made; `current` checks whether they still hold."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.checked_at: int | None = None  # the step at which it was last found current
+        self.checked_at: int | None = None  # the step at which `current` was last checked
         self.layers: dict[str, Any] = {}
         self.variables: list[NamedVariable] = []
         self._paths: dict[int, str] = {}
@@ -89,7 +91,7 @@ class Names:
         taken.clear()
         for variable in layer.weights:
             if id(variable) not in self._paths:
-                leaf = unique(_leaf(variable), taken)
+                leaf = unique(_own_name(variable), taken)
                 self._add(variable, f"{path or layer.name}/{leaf}")
 
     def _add(self, variable: Any, path: str) -> None:
@@ -98,7 +100,7 @@ class Names:
 
     @staticmethod
     def _layers_of(layer: Any) -> list[Any]:
-        """In Keras 2 metrics are layers too."""
+        # In Keras 2 metrics are layers too.
         kinds = tf.keras.layers.Layer, tf.keras.metrics.Metric
         found = layer._flatten_layers(recursive=False, include_self=False)
         return [
@@ -107,20 +109,22 @@ class Names:
             if isinstance(child, kinds[0]) and not isinstance(child, kinds[1])
         ]
 
-    # -- its optimizers -----------------------------------------------------------------------
+    # -- optimizers ---------------------------------------------------------------------------
 
     def variables_of(self, optimizers: Iterable[Any]) -> list[NamedVariable]:
-        """What they keep, but for those that train other models; of a second one numbered where the
-        name is taken."""
+        """Return the variables of those optimizers that train this model.
+
+        A name that two optimizers use gets a number for the second one.
+        """
         taken: set[str] = set()
         return [
             named._replace(name=unique(named.name, taken))
             for optimizer in optimizers
-            if self._concerns(optimizer)
+            if self._trains_this_model(optimizer)
             for named in self.optimizer_variables(optimizer)
         ]
 
-    def _concerns(self, optimizer: Any) -> bool:
+    def _trains_this_model(self, optimizer: Any) -> bool:
         trained = self._trained_by(getattr(optimizer, "inner_optimizer", None) or optimizer)
         return not trained or any(self.path_of(variable) is not None for variable in trained)
 
@@ -136,9 +140,9 @@ class Names:
             if is_variable(variable):
                 found.setdefault(id(variable), NamedVariable(f"optimizer/{key}", key, variable))
         taken = {named.name for named in found.values()}
-        for variable in _all_of(optimizer):
+        for variable in _all_variables(optimizer):
             if id(variable) not in found and self.path_of(variable) is None:
-                name = unique(f"optimizer/{_leaf(variable)}", taken)
+                name = unique(f"optimizer/{_own_name(variable)}", taken)
                 found[id(variable)] = NamedVariable(name, name, variable)
         return list(found.values())
 
@@ -146,7 +150,7 @@ class Names:
         if hasattr(optimizer, "get_slot_names"):  # optimizers of before Keras 2.11
             for slot in optimizer.get_slot_names():
                 for named in self.variables:
-                    # There is none for what was never trained, which `trainable` does not tell.
+                    # A variable that was never trained has no slot; `trainable` does not show that.
                     with suppress(KeyError):
                         yield named.path, slot, optimizer.get_slot(named.variable, slot)
             return
@@ -162,11 +166,14 @@ class Names:
                     yield path, attribute.strip("_"), variable
 
     def _trained_by(self, optimizer: Any) -> list[Any]:
-        """In the order of its slots; nothing before its first update. It may be a part of the model."""
+        """Return the variables that `optimizer` trains, in the order of its slots.
+
+        They may be a part of the model only. Before the first update there are none.
+        """
         trained = getattr(optimizer, "_trainable_variables", None)
         if trained:
             return list(trained)
-        places = getattr(optimizer, "_index_dict", None) or {}  # all that one of Keras 2 tells
+        places = getattr(optimizer, "_index_dict", None) or {}  # the only source in Keras 2
         keys = (
             {optimizer._var_key(v.variable): v.variable for v in self.variables} if places else {}
         )
@@ -174,17 +181,21 @@ class Names:
 
 
 class LooseNames:
-    """Paths of variables whose model nobody knows: layer and name; all of it where that is not
-    enough to tell them apart; with a number where even that is the same. A name that was given
-    stays."""
+    """Paths of variables of models that are not registered.
+
+    A path is the layer and the variable's name, or the full name where that is ambiguous, or the
+    full name with a number where even that is. A path that was given once stays.
+    """
 
     def __init__(self) -> None:
         self.numbered: list[str] = []
-        self._known: dict[int, tuple[Any, str]] = {}  # by `id`, which is its own while it is held
+        self._known: dict[
+            int, tuple[Any, str]
+        ] = {}  # by `id`, which stays unique while the variable is held
         self._taken: set[str] = set()
 
     def paths(self, variables: Iterable[Any], taken: Iterable[str] = ()) -> list[str]:
-        """Of each of them. Names in `taken` belong to others."""
+        """Return a path for each of `variables`; none of `taken`."""
         variables = list(variables)
         self._taken.update(taken)
         fresh = list({id(v): v for v in variables if id(v) not in self._known}.values())
@@ -202,24 +213,24 @@ class LooseNames:
 
 
 def all_optimizers(model: Any, wrapped: Iterable[Any]) -> list[Any]:
-    """The model's own comes first: it keeps its names, whatever is wrapped besides."""
+    """Return the optimizer of `model`, first so that it keeps its names, and the wrapped ones."""
     found = [getattr(model, "optimizer", None), *wrapped]
     return list({id(o): o for o in found if o is not None}.values())
 
 
-def _all_of(optimizer: Any) -> list[Any]:
+def _all_variables(optimizer: Any) -> list[Any]:
     variables = optimizer.variables
     if callable(variables) and not isinstance(variables, list):
         variables = variables()
     return [variable for variable in variables if is_variable(variable)]
 
 
-def _leaf(variable: Any) -> str:
+def _own_name(variable: Any) -> str:
     return str(variable.name).split("/")[-1].partition(":")[0]
 
 
 def unique(name: str, taken: set[str]) -> str:
-    """`name`, with a number if it is taken; it is from now on."""
+    """Return `name`, with a number if it is in `taken`, and add it to `taken`."""
     found, count = name, 0
     while found in taken:
         count += 1

@@ -1,4 +1,4 @@
-"""Collections of TensorFlow's tensors."""
+"""Collections of TensorFlow tensors, to which a script adds layers, variables and tensors."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ __all__ = ["Collection"]
 
 
 class Collection(NeutralCollection):
-    def add(self, arg: Any) -> None:
-        """Put a variable, a tensor, an operation's outputs, or a list or set of those, into this
-        collection.
+    """A collection that also takes variables, tensors and layers of TensorFlow."""
 
-        A variable of a Keras model is known by name once the hook has seen the model. A tensor of
-        a graph has its name at once; one that a Keras model was built with stands for the outputs
-        of its layer.
+    def add(self, arg: Any) -> None:
+        """Add a variable, a tensor, the outputs of an operation, or a list or set of those.
+
+        A variable of a Keras model gets its name when the hook sees the model. A tensor of a graph
+        has its name already. A tensor that a Keras model was built with means the outputs of its
+        layer. Raise ConfigurationError for anything else.
         """
         if isinstance(arg, (list, tuple, set, frozenset)):
             for item in arg:
@@ -39,12 +40,12 @@ class Collection(NeutralCollection):
             self.add_tensor_name(arg.name)
         else:
             raise ConfigurationError(
-                f"collection {self.name!r}: {type(arg).__name__} has no name to be found by; add a "
-                "variable, a tensor of a graph or an operation, or use hook.save_tensor()"
+                f"collection {self.name!r}: a {type(arg).__name__} has no name to be found by. Add a "
+                "variable, a tensor of a graph or an operation, or call hook.save_tensor()"
             )
 
     def add_keras_layer(self, layer: Any, inputs: bool = False, outputs: bool = True) -> None:
-        """Put inputs and/or outputs of a Keras layer into this collection."""
+        """Add the inputs and/or the outputs of a Keras layer to this collection."""
         if not is_layer(layer):
             raise ConfigurationError(
                 f"collection {self.name!r}: add_keras_layer takes a layer, not {layer!r}; "

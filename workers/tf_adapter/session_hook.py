@@ -5,9 +5,12 @@
     with tf.compat.v1.train.MonitoredSession(hooks=[hook]) as session:
         session.run(train_op)
 
-Every run of the session is a step. Tensors go by their names in the graph. What is wanted of a due
-step is fetched with its run, if that does not change what the run does; variables are read before
-it, so that their values are those the step starts with.
+Every run of the session is a step. Tensors have their names of the graph. On a due step, variables
+are read before the run, so that their values are those the step starts with. Other tensors are
+fetched with the run, if that does not change what the run does.
+
+The session calls `begin`, `before_run` and `after_run` on the training thread. TensorFlow 2.16 and
+later have no estimators.
 """
 
 from __future__ import annotations
@@ -40,45 +43,47 @@ class SessionHook(TensorflowHook, tf.compat.v1.train.SessionRunHook):  # type: i
     def _attach(self, core: HookCore[Array]) -> StepListener:
         self._graph: Any = None
         self._variables: dict[str, Any] = {}
-        # Estimators make a graph, and with it an optimizer, for every call: none is to be kept by us.
+        # Weak: estimators make a graph and an optimizer for every call.
         self._optimizers: list[weakref.ref[Any]] = []
         self._trained: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
-        self._held: dict[str, Any] = {}  # variables as they were before the run
+        self._held: dict[str, Any] = {}  # values of variables before the run
         self._fetched: dict[tuple[StepPlan, tuple[str, ...]], dict[str, Any]] = {}
         return _SessionStepListener(self)
 
-    # -- what a script calls ------------------------------------------------------------------
+    # -- called by a script --------------------------------------------------------------------
 
     def wrap_optimizer(self, optimizer: Any) -> Any:
-        """Know the gradients that `optimizer` computes or applies; returns it."""
+        """Capture the gradients that `optimizer` computes or applies, and return it."""
         if not hasattr(optimizer, "compute_gradients"):
             raise ConfigurationError(
                 f"wrap_optimizer takes a tf.compat.v1.train.Optimizer, not {optimizer!r}"
             )
         self._core.warn_if_closed()
         if self._core.active and all(known() is not optimizer for known in self._optimizers):
-            self._watch(optimizer)
+            self._wrap_methods(optimizer)
         return optimizer
 
-    def _watch(self, optimizer: Any) -> None:
+    def _wrap_methods(self, optimizer: Any) -> None:
         computing, applying = optimizer.compute_gradients, optimizer.apply_gradients
 
         def compute_gradients(*args: Any, **kwargs: Any) -> Any:
             pairs = computing(*args, **kwargs)
-            self._know_gradients(pairs, computed=True)
+            self._add_gradients_safely(pairs, computed=True)
             return pairs
 
         def apply_gradients(grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
             pairs = list(grads_and_vars)
-            self._know_gradients(pairs)
+            self._add_gradients_safely(pairs)
             return applying(pairs, *args, **kwargs)
 
         for method in (compute_gradients, apply_gradients):
-            _put_on(optimizer, self, method)
+            _replace_method(optimizer, self, method)
         self._optimizers = [known for known in self._optimizers if known() is not None]
         self._optimizers.append(weakref.ref(optimizer))
 
-    def _know_gradients(self, pairs: Iterable[tuple[Any, Any]], *, computed: bool = False) -> None:
+    def _add_gradients_safely(
+        self, pairs: Iterable[tuple[Any, Any]], *, computed: bool = False
+    ) -> None:
         if self._core.active:
             try:
                 self._add_gradients(pairs, computed)
@@ -90,24 +95,24 @@ class SessionHook(TensorflowHook, tf.compat.v1.train.SessionRunHook):  # type: i
         known = self._trained.setdefault(v1.get_default_graph(), set())
         before = frozenset() if computed else frozenset(known)
         for gradient, variable in pairs:
-            # Those that were computed by the optimizer itself are known as they were then.
+            # Gradients that the optimizer computed itself are captured as computed, not as applied.
             if gradient is not None and variable.name not in before:
                 known.add(variable.name)
                 dense = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
                 gradients.add_tensor_name(dense.name)
 
-    # -- what the session calls ---------------------------------------------------------------
+    # -- called by the session ----------------------------------------------------------------
 
     def begin(self) -> None:
-        """The graph is complete."""
+        """Sort the variables and losses of the graph, which is complete now, into collections."""
         if not self._core.active:
             return
         try:
-            self._look_at(v1.get_default_graph())
+            self._read_graph(v1.get_default_graph())
         except Exception as error:  # noqa: BLE001 (the policy decides)
-            self._core.errors.on_exception(error, "looking at the graph")
+            self._core.errors.on_exception(error, "reading the graph")
 
-    def _look_at(self, graph: Any) -> None:
+    def _read_graph(self, graph: Any) -> None:
         self._graph = graph
         self._fetched.clear()
         with graph.as_default():
@@ -118,7 +123,7 @@ class SessionHook(TensorflowHook, tf.compat.v1.train.SessionRunHook):  # type: i
         biases = self.get_collection(CollectionKeys.BIASES)
         weights = self.get_collection(CollectionKeys.WEIGHTS)
         rest = self.get_collection(CollectionKeys.OPTIMIZER_VARIABLES)
-        owned = self._slots(trained)
+        owned = self._optimizer_variables(trained)
         for name in self._variables:
             if name in trained:
                 (biases if "bias" in name else weights).add_tensor_name(name)
@@ -127,14 +132,16 @@ class SessionHook(TensorflowHook, tf.compat.v1.train.SessionRunHook):  # type: i
         for loss in losses:
             self.get_collection(CollectionKeys.LOSSES).add_tensor_name(loss.name)
 
-    def _slots(self, trained: set[str]) -> set[str]:
-        """Names of what optimizers keep: each stands under the name of the variable it is for."""
+    def _optimizer_variables(self, trained: set[str]) -> set[str]:
+        """Return the names of optimizer variables: each begins with the name of a trained variable."""
         paths = tuple(f"{name.partition(':')[0]}/" for name in trained)
         return {name for name in self._variables if name not in trained and name.startswith(paths)}
 
     def before_run(self, run_context: Any) -> Any:
-        """Prepare what is due. The step itself begins when the run is over: one that finds no more
-        data is no step."""
+        """Read variables and choose what to fetch, if the coming step is due.
+
+        The step begins when the run is over: a run that finds no more data is no step.
+        """
         clock = self._core.clock
         self._held = {}
         if not self._core.active or clock.idle_forwards_left > 0:
@@ -148,7 +155,7 @@ class SessionHook(TensorflowHook, tf.compat.v1.train.SessionRunHook):  # type: i
             if wanted:
                 self._held = run_context.session.run(wanted)
             args = run_context.original_args
-            fetched = self._wanted(plan, args.fetches, args.feed_dict or {})
+            fetched = self._fetches(plan, args.fetches, args.feed_dict or {})
             return v1.train.SessionRunArgs(fetched) if fetched else None
         except Exception as error:  # noqa: BLE001 (the policy decides)
             self._core.errors.on_exception(error, f"the step after {clock.step}")
@@ -174,17 +181,17 @@ class SessionHook(TensorflowHook, tf.compat.v1.train.SessionRunHook):  # type: i
             self._core.errors.on_exception(error, f"step {clock.step}")
 
     def end(self, session: Any) -> None:
-        """The session is over; another may follow. The hook stays open for it."""
+        """Stay open: another session may follow."""
 
-    # -- what a run computes ------------------------------------------------------------------
+    # -- fetches -----------------------------------------------------------------------------
 
-    def _wanted(self, plan: StepPlan, fetches: Any, feeds: Mapping[Any, Any]) -> dict[str, Any]:
+    def _fetches(self, plan: StepPlan, fetches: Any, feeds: Mapping[Any, Any]) -> dict[str, Any]:
         operations = self._operations(fetches)
         fed = [self._graph.as_graph_element(key).name for key in feeds]
         key = (plan, tuple(sorted([*fed, *(op.name for op in operations)])))
         found = self._fetched.get(key)
         if found is None:
-            reach = _Reach(operations, fed)
+            safe = _SafeFetches(operations, fed)
             found = self._fetched[key] = {
                 tensor.name: tensor
                 for op in self._graph.get_operations()
@@ -192,7 +199,7 @@ class SessionHook(TensorflowHook, tf.compat.v1.train.SessionRunHook):  # type: i
                 if tensor.name not in self._variables
                 and plan.wants(tensor.name) is not None
                 and self._fetchable(tensor)
-                and reach.has(tensor)
+                and safe.include(tensor)
             }
         return found
 
@@ -212,7 +219,7 @@ class SessionHook(TensorflowHook, tf.compat.v1.train.SessionRunHook):  # type: i
             dtype_code(tensor.dtype.as_numpy_dtype)
         except (CaptureError, TypeError):
             return False
-        # Nothing from outside a loop can look into it.
+        # The inside of a loop cannot be fetched.
         return tensor.op._get_control_flow_context() is None
 
     # -- end ----------------------------------------------------------------------------------
@@ -224,7 +231,7 @@ class SessionHook(TensorflowHook, tf.compat.v1.train.SessionRunHook):  # type: i
         for known in self._optimizers:
             optimizer = known()
             if optimizer is not None:
-                _clear(optimizer)
+                _restore_methods(optimizer)
         self._optimizers.clear()
         self._trained.clear()
         self._fetched.clear()
@@ -245,42 +252,42 @@ class _SessionStepListener(StepListener):
 
 
 class EstimatorHook(SessionHook):
-    """The same for `tf.estimator`: training, evaluation and prediction set the mode."""
+    """The hook for `tf.estimator`, whose `train`, `evaluate` and `predict` set the mode."""
 
-    _said: ModeKeys | None = None  # by the script, of the graph to come
+    _requested_mode: ModeKeys | None = None  # of the next graph, set by the script
 
     def set_mode(self, mode: ModeKeys) -> None:
         super().set_mode(mode)
-        self._said = mode
+        self._requested_mode = mode
 
     def begin(self) -> None:
         super().begin()
         if self._core.active and self._graph is not None:
-            super().set_mode(_mode(self._graph, self._said))
-            self._said = None
+            super().set_mode(_mode(self._graph, self._requested_mode))
+            self._requested_mode = None
 
 
-def _mode(graph: Any, said: ModeKeys | None) -> ModeKeys:
-    """What an estimator made `graph` for; `said`: what the script says, if anything."""
+def _mode(graph: Any, requested: ModeKeys | None) -> ModeKeys:
+    """Return the mode that an estimator made `graph` for; `requested` decides where it is unclear."""
     keys = v1.GraphKeys
     if graph.get_collection(keys.EVAL_STEP):
         return ModeKeys.EVAL
     if graph.get_collection(keys.TRAIN_OP):
         return ModeKeys.TRAIN
-    # Optimizers of Keras leave no train_op there; estimators leave the loss that they train by.
+    # Keras optimizers leave no train_op there; estimators leave the loss that they train by.
     guess = ModeKeys.TRAIN if graph.get_collection(keys.LOSSES) else ModeKeys.PREDICT
-    return guess if said is None else said
+    return guess if requested is None else requested
 
 
-def _put_on(optimizer: Any, hook: SessionHook, method: Any) -> None:
-    """Let `method` stand for the optimizer's own of that name."""
+def _replace_method(optimizer: Any, hook: SessionHook, method: Any) -> None:
+    """Replace the method of that name on this optimizer only."""
     own = vars(optimizer)
     method.hook, method.below = hook, own.get(method.__name__)
     own[method.__name__] = method
 
 
-def _clear(optimizer: Any) -> None:
-    """Take off what closed hooks have put on. Below that of another hook it stays until that goes."""
+def _restore_methods(optimizer: Any) -> None:
+    """Remove the methods of closed hooks, as far as no open hook has put its own on top."""
     own = vars(optimizer)
     for name in ("compute_gradients", "apply_gradients"):
         while (hook := getattr(own.get(name), "hook", None)) is not None and not hook._core.active:
@@ -289,9 +296,12 @@ def _clear(optimizer: Any) -> None:
                 own[name] = below
 
 
-class _Reach:
-    """What can be fetched beside a run without changing what it does: all that it computes, and
-    what follows from that alone (a loss that was only needed for its gradients)."""
+class _SafeFetches:
+    """Which tensors can be fetched with a run without changing what it does.
+
+    These are all that it computes, and what follows from that alone (such as a loss that was only
+    needed for its gradients).
+    """
 
     def __init__(self, operations: Iterable[Any], fed: Iterable[str]) -> None:
         self._fed = set(fed)
@@ -301,9 +311,9 @@ class _Reach:
             op = pending.pop()
             if op.name not in self._known:
                 self._known[op.name] = True
-                pending.extend(_before(op))
+                pending.extend(_predecessors(op))
 
-    def has(self, tensor: Any) -> bool:
+    def include(self, tensor: Any) -> bool:
         pending = [tensor.op]
         while pending:
             op = pending[-1]
@@ -313,17 +323,17 @@ class _Reach:
             if any(output.name in self._fed for output in op.outputs):
                 self._known[op.name] = True
                 continue
-            # With an effect or a state of its own, or without a value.
+            # It has a side effect, a state, or no value.
             if op.op_def is None or op.op_def.is_stateful or op.type.startswith("Placeholder"):
                 self._known[op.name] = False
                 continue
-            unknown = [b for b in _before(op) if b.name not in self._known]
+            unknown = [b for b in _predecessors(op) if b.name not in self._known]
             if unknown:
                 pending.extend(unknown)
                 continue
-            self._known[op.name] = all(self._known[b.name] for b in _before(op))
+            self._known[op.name] = all(self._known[b.name] for b in _predecessors(op))
         return self._known[tensor.op.name]
 
 
-def _before(op: Any) -> list[Any]:
+def _predecessors(op: Any) -> list[Any]:
     return [*(tensor.op for tensor in op.inputs), *op.control_inputs]

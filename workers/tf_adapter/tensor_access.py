@@ -1,5 +1,6 @@
-"""How TensorFlow's tensors and variables are read: as arrays, without a copy where they lie in host
-memory. What holds for arrays (`NumpyAccess`) then holds for them.
+"""Read TensorFlow tensors and variables as numpy arrays, without a copy if they are in host memory.
+
+The capture then treats them as arrays (`NumpyAccess`). Called on the training thread.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ __all__ = [
     "Array",
     "array_of",
     "flat_tensors",
-    "forms_beside",
     "is_layer",
     "is_variable",
+    "non_dense_forms",
     "tensor_adapter",
     "tf_variable",
     "unconverted",
@@ -31,17 +32,21 @@ __all__ = [
 Array = npt.NDArray[Any]
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Code of ours that Keras 2 would otherwise rewrite along with the model's.
+# A decorator: Keras 2 must not rewrite this code along with the model's.
 unconverted = cast("Callable[[F], F]", tf.autograph.experimental.do_not_convert)
 
 
 def array_of(value: Any) -> Array:
-    """The elements of a tensor, variable or array, valid until the next step; not to be written to."""
+    """Return the elements of a tensor, variable or array.
+
+    The array is valid until the next step and must not be written to. Raise CaptureError if the
+    value has no elements here.
+    """
     if is_variable(value):
         value = tf_variable(value).value()
     if isinstance(value, tf.IndexedSlices):
         value = tf.convert_to_tensor(value)
-    view = getattr(value, "_numpy", None)  # `numpy()` is a copy of this
+    view = getattr(value, "_numpy", None)  # `numpy()` would copy
     array: Array
     if view is not None:
         try:
@@ -54,7 +59,7 @@ def array_of(value: Any) -> Array:
 
 
 def is_layer(value: Any) -> bool:
-    """A layer or model of Keras, or what can be taken for one."""
+    """Check whether `value` is a layer or model of Keras, or looks like one."""
     return not isinstance(value, type) and hasattr(value, "call") and hasattr(value, "name")
 
 
@@ -63,19 +68,19 @@ def is_variable(value: Any) -> bool:
 
 
 def tf_variable(variable: Any) -> Any:
-    """The variable of TensorFlow that one of Keras 3 stands for."""
+    """Return the TensorFlow variable behind a variable of Keras 3; others as they are."""
     value = getattr(variable, "value", variable)
     return variable if callable(value) else value
 
 
 def flat_tensors(structure: Any) -> list[Any]:
-    """Every dense tensor in a nest, in its order."""
+    """Return every dense tensor in a nest, in its order."""
     kinds = (tf.Tensor, tf.IndexedSlices)
     return [leaf for leaf in tf.nest.flatten(structure) if isinstance(leaf, kinds)]
 
 
-def forms_beside(structure: Any) -> list[str]:
-    """Which tensors in a nest are not dense, in its order."""
+def non_dense_forms(structure: Any) -> list[str]:
+    """Return "sparse" or "ragged" for each tensor in a nest that is not dense."""
     forms = {tf.SparseTensor: "sparse", tf.RaggedTensor: "ragged"}
     leaves = tf.nest.flatten(structure)
     return [form for leaf in leaves for kind, form in forms.items() if isinstance(leaf, kind)]

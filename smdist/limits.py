@@ -24,6 +24,7 @@ __all__ = [
     "MAX_STEPS",
     "MAX_TENSOR_BYTES",
     "MAX_TIME",
+    "MAX_UNCOMMITTED_SEGMENTS",
     "Bytes",
     "Digest",
     "IncludeWorkers",
@@ -49,6 +50,7 @@ MAX_STEPS: Final = 1 << 21  # in a merged snapshot; a longer run is read from it
 MAX_CELLS: Final = 1 << 23  # steps times ranks in one chunk of a snapshot
 MAX_NUMBER: Final = (1 << 62) - 1  # of a step, a record, a byte: the sum of two fits into 64 bits
 MAX_TIME: Final = 253402300799  # the end of the year 9999
+MAX_UNCOMMITTED_SEGMENTS: Final = 4  # of a rank: segments that are stored before their manifests
 MAX_TENSOR_BYTES: Final = 32 << 30
 MAX_STATISTICS_BYTES: Final = 256 << 20  # of one block
 MAX_COLUMNS: Final = 1024  # of statistics

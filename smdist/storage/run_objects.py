@@ -34,6 +34,7 @@ from smdist.format.manifest import (
     parse_manifest_key,
     parse_session_key,
     parse_summary_key,
+    segment_key,
     session_key,
     span_key,
     summary_key,
@@ -42,6 +43,7 @@ from smdist.format.manifest_spans import ManifestSpan
 from smdist.format.session_checks import check_session_id, check_session_owner, check_summary
 from smdist.format.stored_json import read
 from smdist.identity import worker_name
+from smdist.limits import MAX_UNCOMMITTED_SEGMENTS
 from smdist.storage.store import Store
 
 __all__ = ["RunObjects", "SpanRequest"]
@@ -156,6 +158,25 @@ class RunObjects:
                 keys += await self.store.list(f"manifests/{worker_name(rank)}/{attempt:06d}-")
         parsed = map(parse_manifest_key, keys)
         return {(one.attempt, one.rank) for one in parsed if one is not None}.difference(known)
+
+    async def find_commit_evidence(self, owner: Owner, heartbeat: Heartbeat | None) -> str:
+        """Return an object that proves that a rank without manifests had committed some, or "".
+
+        The collections are the first record of a session. So a heartbeat that has seen a step and
+        has no bytes pending was written after the first commit. Of segments, only a few are stored
+        before their manifest.
+        """
+        attempt, worker = owner[0], worker_name(owner[1])
+        if heartbeat is not None and heartbeat.step >= 0 and not heartbeat.pending_bytes:
+            found = heartbeat_key(worker, attempt)
+        else:
+            after = segment_key(worker, attempt, MAX_UNCOMMITTED_SEGMENTS, "")
+            keys = await self.store.list(f"segments/{worker}/{attempt:06d}-", after=after)
+            found = keys[0] if keys else ""
+        # The first manifest may have been stored while the others were read.
+        if found and await self.store.list(f"manifests/{worker}/{attempt:06d}-"):
+            return ""
+        return found
 
     async def _read(self, key: str, kind: type[T]) -> T:
         return await read(self.store, key, kind)

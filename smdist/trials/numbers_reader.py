@@ -71,7 +71,7 @@ class InlineValues:
         except ObjectNotFound:
             manifests = ()
         except CorruptObject as error:
-            self._troubles[key] = f"{key} was passed over: {error}"
+            self._troubles[key] = f"{key} was ignored: {error}"
             manifests = ()
         if any(self._session(_key(one)) not in ("", one.session) for one in manifests[:1]):
             manifests = ()

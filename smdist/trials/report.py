@@ -98,7 +98,7 @@ def describe(
         lines.append(
             f"attempt {attempt}: {len(catalogue.expected[attempt])} ranks expected; {said}"
         )
-        lines += _absentees(catalogue.reports(attempt))
+        lines += _absentees(catalogue, attempt)
     lost = dropped(catalogue)
     if lost:
         lines.append(f"dropped: {sum(len(d.names) for d in lost)} tensors in {len(lost)} places")
@@ -112,12 +112,16 @@ def describe(
     return "\n".join(map(printable, lines))
 
 
-def _absentees(reports: Mapping[int, RankReport]) -> list[str]:
-    """Who is not there, and where each was last seen."""
+def _absentees(catalogue: Catalogue, attempt: int) -> list[str]:
+    """Describe the ranks that are lost or lagging, and where each was last seen."""
     lines, ranks = [], []
+    reports = catalogue.reports(attempt)
     for report in reports.values():
         if report.status is RankStatus.LOST:
             where = f"after step {report.step}" if report.step >= 0 else "before its first step"
+            known = catalogue.view.rank(attempt, report.rank)
+            if report.step < 0 and known is not None and known.missing_manifests:
+                where = "and its manifests are missing"
             why = f": {report.reason}" if report.reason else ""
             lines.append(f"  {worker_name(report.rank)} was lost {where}{why}")
             ranks.append(report.rank)

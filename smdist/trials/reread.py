@@ -88,7 +88,7 @@ class ManifestFallback:
             session = self._session(manifest.attempt, manifest.rank)
             check_session_id(manifest, session, key, self._store.url)
         except (ObjectNotFound, CorruptObject) as error:
-            self._troubles[key] = f"{key} was passed over: {error}"
+            self._troubles[key] = f"{key} was ignored: {error}"
             return
         add(self._view, extract_segment(key, manifest).manifest)
         self._read.add(key)

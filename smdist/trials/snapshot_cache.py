@@ -105,7 +105,7 @@ class SnapshotCache:
         except ObjectNotFound:
             return None
         except CorruptObject as error:
-            self.troubles[POINTER_KEY] = f"{POINTER_KEY} was passed over: {error}"
+            self.troubles[POINTER_KEY] = f"{POINTER_KEY} was ignored: {error}"
             return None
 
     async def _load(self, pointer: Pointer, run_id: str) -> Snapshot | None:
@@ -116,7 +116,7 @@ class SnapshotCache:
             layouts = await load_layouts(self.store, head, self._packs)
         except (ObjectNotFound, CorruptObject) as error:
             # The manifests say the same.
-            self.troubles[pointer.head] = f"{pointer.head} was passed over: {error}"
+            self.troubles[pointer.head] = f"{pointer.head} was ignored: {error}"
             return None
         view = view_of_head(head, self.columns, self.drops, self._chunks)
         self._chunks = {
@@ -139,7 +139,7 @@ class SnapshotCache:
         except ObjectNotFound:
             lease = None
         except CorruptObject as error:
-            self.troubles[error.key] = f"{error.key} was passed over: {error}"
+            self.troubles[error.key] = f"{error.key} was ignored: {error}"
             lease = None
         return writer_state(pointer, age_s, lease, time.time())
 
@@ -203,7 +203,7 @@ class SnapshotCache:
         return found
 
     def _did_without(self, key: str, error: StoreError) -> None:
-        self.troubles[key] = f"{key} was passed over, the manifests were read instead: {error}"
+        self.troubles[key] = f"{key} was ignored, the manifests were read instead: {error}"
 
     async def _successor(self, gone: Chunk) -> Columns | None:
         """The steps of a chunk that was removed, out of those that the newest snapshot names."""

@@ -324,7 +324,7 @@ class Trial(LiveTrial):
 
     def thinned(self) -> list[SamplingChanges]:
         """What `overhead_budget` has left out, by attempt and rank: from which step on, how much."""
-        return sync.run(self._loader.thinned())
+        return sync.run(self._loader.sampling_changes())
 
     def dropped(self) -> list[DroppedTensors]:
         """What was not saved and why, mostly want of room, in order of attempt, rank and step."""

@@ -101,6 +101,7 @@ class RankWriter:
     pieces: list[Piece] = field(default_factory=list)
     attach_bytes: int = 0
     begun: set[tuple[int, int]] = field(default_factory=set)
+    described: bool = False
 
     @property
     def worker(self) -> str:
@@ -142,6 +143,8 @@ class RankWriter:
 
     def flush(self, state: RankState = "active", reason: str = "") -> RankWriter:
         """Commit what was journalled since the last time."""
+        if not self.described:
+            self.describe()
         first, pieces = self.ordinal - len(self.pieces), self.pieces
         news = fold(pieces) if pieces else None
         segment = compose(
@@ -195,6 +198,7 @@ class RankWriter:
 
     def describe(self, *collections: CollectionInfo) -> RankWriter:
         self._tell(collections_key(self.worker), Collections(self.worker, collections))
+        self.described = True
         return self
 
     def _tell(self, key: str, value: object) -> None:

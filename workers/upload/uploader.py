@@ -32,6 +32,7 @@ from smdist.format.journal_records import End, Piece
 from smdist.format.manifest import RankManifest, heartbeat_key
 from smdist.format.stored_json import encode
 from smdist.identity import worker_name
+from smdist.limits import MAX_UNCOMMITTED_SEGMENTS
 from smdist.messages import printable, readable_bytes
 from smdist.processes import is_alive, is_stopped, watch_exit
 from smdist.storage import open_store
@@ -63,7 +64,7 @@ from smdist.workers.upload.summaries import Summary
 
 __all__ = ["Uploader", "main"]
 
-_MOST_IN_FLIGHT = 4  # batches, each mostly one request; a new one only below three full ones' bytes
+_MOST_IN_FLIGHT = MAX_UNCOMMITTED_SEGMENTS  # batches, each mostly one request; a new one only below three full ones' bytes
 _BREATH_S = 0.005  # between two looks at the journal, however often the bell rings
 _LOOK_S = 1.0  # look at least so often: parts of an open step ring no bell
 _DEADLINE_S = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
@@ -11,7 +12,15 @@ from msgspec.structs import replace
 from smdist.coordination.service.merge_once import merge_once
 from smdist.coordination.service.store_poller import StorePoller
 from smdist.errors import CorruptObject, ObjectNotFound, SmdistError
-from smdist.format.manifest import RUN_KEY, RankManifest, Session, manifest_key, session_key
+from smdist.format.manifest import (
+    RUN_KEY,
+    Heartbeat,
+    RankManifest,
+    Session,
+    heartbeat_key,
+    manifest_key,
+    session_key,
+)
 from smdist.format.stored_json import decode, encode
 from smdist.identity import ModeKeys
 from smdist.storage import MemoryStore
@@ -300,3 +309,55 @@ def test_coordinator_reads_a_corrected_session_again() -> None:
         assert len([f for f in facts if isinstance(f, RankManifest)]) == manifests
 
     asyncio.run(check())
+
+
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("evidence", ["heartbeat", "segments"])
+def test_a_rank_whose_manifests_are_all_gone_is_damaged(evidence: str, merged: bool) -> None:
+    store = MemoryStore()
+    run = RunBuilder(store, now=time.time() - 1000)
+    for rank in range(2):
+        work(run.rank(rank, 2), range(6))
+    if evidence == "heartbeat":
+        beat = Heartbeat("0.1", 1, 0, run.now, 5.0, 5, 0)
+        key = heartbeat_key("worker_1", 0)
+        store.objects[key] = encode(beat, key)
+    for key in [*store.objects]:
+        if key.startswith("manifests/worker_1/"):
+            del store.objects[key]
+        if evidence == "heartbeat" and key.startswith("segments/worker_1/"):
+            del store.objects[key]
+    if merged:
+        sync.run(merge_once(store))
+    trial = open_trial(store)
+    assert trial.missing(3) == {1: "damaged"}
+    assert trial.steps() == []
+    gone = manifest_key("worker_1", 0, 0)
+    assert any(text.startswith(f"{gone} and all others") for text in trial.troubles()[""])
+    assert "before its first step" not in trial.describe()
+
+
+def test_a_rank_that_was_lost_before_its_first_manifest_is_not_damaged() -> None:
+    store = MemoryStore()
+    run = RunBuilder(store, now=time.time() - 1000)
+    work(run.rank(0, 2), range(2))
+    run.rank(1, 2)
+    segment = "segments/worker_1/000000-00000000-0.safetensors"  # its uploader was killed then
+    store.objects[segment] = store.objects[segment.replace("worker_1", "worker_0")]
+    trial = open_trial(store)
+    assert trial.missing(0) == {1: "lost"}
+    assert trial.troubles() == {}
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_missing_collections_are_reported(merged: bool) -> None:
+    store = run_of(2)
+    assert said(store) == ""
+    if merged:
+        sync.run(merge_once(store))
+    del store.objects["collections/worker_0.json"]
+    assert "collections/worker_0.json is missing" in said(store)
+    del store.objects["collections/worker_1.json"]
+    trial = open_trial(store)
+    assert trial.steps() == [0, 1, 2, 3]
+    assert "collections/worker_1.json is missing" in "\n".join(trial.troubles()[""])

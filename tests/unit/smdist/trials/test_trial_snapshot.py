@@ -457,7 +457,7 @@ def test_what_is_broken_below_a_head_is_read_from_the_ranks(
     if part != "merged/":
         assert len(said) == len(hit)
         for key, about in zip(sorted(hit), sorted(said), strict=True):
-            assert about.startswith(f"{key} was passed over, the manifests were read instead")
+            assert about.startswith(f"{key} was ignored, the manifests were read instead")
 
 
 def test_an_older_pointer_takes_no_trial_back() -> None:

@@ -15,15 +15,11 @@ import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-__all__ = ["cpu_seconds", "is_alive", "is_stopped", "start_ticks", "watch_exit"]
+__all__ = ["cpu_seconds", "is_alive", "is_stopped", "session_members", "start_ticks", "watch_exit"]
 
 _POLL_S = 0.5
-_STATE, _USER, _SYSTEM, _START = (
-    0,
-    11,
-    12,
-    19,
-)  # fields of /proc/<pid>/stat, counted behind the command's name
+# fields of /proc/<pid>/stat, counted behind the command's name
+_STATE, _SESSION, _USER, _SYSTEM, _START = 0, 3, 11, 12, 19
 
 
 def _stat(pid: int) -> list[str] | None:
@@ -74,6 +70,18 @@ def is_stopped(pid: int) -> bool:
     """Whether somebody has stopped it, a debugger aside; it is there and does nothing."""
     fields = _stat(pid)
     return fields is not None and fields[_STATE] == "T"
+
+
+def session_members(leader: int, since: int = 0) -> list[int]:
+    """Return the running processes of a session that started at or after `since` (in ticks)."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        fields = _stat(int(entry.name))
+        if not fields or fields[_STATE] in ("Z", "X") or int(fields[_SESSION]) != leader:
+            continue
+        if int(fields[_START]) >= since:
+            found.append(int(entry.name))
+    return found
 
 
 def _has_threads(pid: int) -> bool:

@@ -1,7 +1,7 @@
-"""Asking a coordinator from another process.
+"""Query a coordinator from another process.
 
-Synchronous. Each call goes through Ray to the actor of that name, wherever and in whichever process
-it is by now; a call during which it dies is repeated by Ray. Errors are those of `smdist.errors`.
+Synchronous. Each call goes through Ray to the actor, in whichever process it runs by now. Ray repeats a
+call during which the actor dies. Errors are those of `smdist.errors`, and TimeoutError.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CALL_S, _STOP_S = 60.0, 10.0
 
 
 class CoordinatorClient:
-    """`run`: URL, run id, or name below the watched place; "" when there is only one."""
+    """A coordinator. Methods take a run as URL, run id or name; "" is the only run."""
 
     def __init__(self, ray: Any, handle: Any, name: str = "") -> None:
         self.name = name  # of the actor
@@ -40,19 +40,19 @@ class CoordinatorClient:
         return msgspec.json.decode(self._call("status", run), type=RunStatus)
 
     def latest_complete_step(self, run: str = "", mode: ModeKeys = GLOBAL) -> int:
-        """-1 when there is none."""
+        """Return the last step that is complete over all ranks, -1 if there is none."""
         return int(self._call("latest_complete_step", run, mode.name))
 
     def missing(self, step: int, run: str = "", mode: ModeKeys = GLOBAL) -> dict[int, str]:
-        """Rank -> reason; empty when the step is complete."""
+        """Return rank -> reason for each rank that lacks the step; empty if it is complete."""
         found: dict[int, str] = self._call("missing", step, run, mode.name)
         return found
 
     def wait_for_step(
         self, step: int, run: str = "", mode: ModeKeys = GLOBAL, timeout_s: float = 60.0
     ) -> StepReport:
-        """How the step stands once nothing more of it is expected; WaitTimeout."""
-        # Should the actor be restarted meanwhile, its wait begins anew; ours does not.
+        """Wait until nothing more is expected of the step; return who has it. Raise WaitTimeout."""
+        # If the actor is restarted meanwhile, its wait starts again; ours does not.
         try:
             data = self._call(
                 "wait_for_step", step, run, mode.name, timeout_s, timeout_s=timeout_s + 5.0
@@ -60,15 +60,15 @@ class CoordinatorClient:
         except TimeoutError as error:
             if isinstance(error, WaitTimeout):
                 raise
-            raise WaitTimeout(f"no coordinator answered within {timeout_s:g} s") from error
+            raise WaitTimeout(f"the coordinator did not answer within {timeout_s:g} s") from error
         return msgspec.json.decode(data, type=StepReport)
 
     def stop(self, timeout_s: float = _STOP_S) -> bool:
-        """Let it hand back its lease, so that the next one need not wait, then end its process.
+        """Have it release its lease, so that the next one need not wait, then end its process.
 
-        What came since its last snapshot is not written: whoever reads the run finds that with
-        the ranks, and the next coordinator goes on from there. False: it gave no answer in time, or
-        was gone, and its process was ended all the same.
+        No last snapshot is written: readers find newer data with the ranks, and the next coordinator
+        continues from there. Return False if it did not answer in time or was gone; its process is
+        ended all the same.
         """
         try:
             self._call("stop", timeout_s=timeout_s)
@@ -91,18 +91,17 @@ class CoordinatorClient:
                 raise cause from None
             raise CoordinationError(f"the coordinator failed in {method}: {error}") from error
         except errors.GetTimeoutError as error:
-            raise TimeoutError(f"no answer to {method} within {timeout_s:g} s") from error
+            raise TimeoutError(f"{method} got no answer within {timeout_s:g} s") from error
         except errors.RuntimeEnvSetupError as error:
             raise CoordinationError(
-                "Ray could not give the coordinator what it needs (its nodes install it with pip, "
-                f"from an index that they have to reach); it said: {_end(str(error))}"
+                "Ray could not install what the coordinator needs. Its nodes use pip and must reach a "
+                f"package index. Ray's log ends with: {_last_lines(str(error))}"
             ) from error
         except errors.RayActorError as error:
             raise CoordinationError(f"the coordinator is gone: {error}") from error
         except errors.RayError as error:
-            raise CoordinationError(f"Ray gave no answer to {method}: {error}") from error
+            raise CoordinationError(f"Ray did not answer {method}: {error}") from error
 
 
-def _end(text: str, lines: int = 4) -> str:
-    """What matters of a long log is at its end."""
+def _last_lines(text: str, lines: int = 4) -> str:
     return "\n".join(text.strip().splitlines()[-lines:])

@@ -34,8 +34,7 @@ from examples.demo.answer import (
 )
 from examples.demo.processes import BUCKET, coordinator, job, s3_server
 from smdist import create_trial
-from smdist.coordination.ray_actor.client import CoordinatorClient
-from smdist.coordination.view.status import RunStatus
+from smdist.coordinator import CoordinatorClient, RunStatus
 from smdist.errors import NoSuchRun
 from smdist.messages import printable
 

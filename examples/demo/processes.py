@@ -15,10 +15,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from smdist.coordination.ray_actor import local_head as local_ray
-from smdist.coordination.ray_actor.client import CoordinatorClient
-from smdist.coordination.ray_actor.coordinator import Settings
-from smdist.coordination.ray_actor.launcher import attach, start
+from smdist.coordination.ray_actor import local_head
+from smdist.coordinator import CoordinatorClient, Settings, attach, start
 
 __all__ = ["BUCKET", "coordinator", "job", "s3_server"]
 
@@ -59,7 +57,7 @@ def coordinator(watch: str) -> Iterator[CoordinatorClient]:
             client.stop()
     finally:
         with _undisturbed():
-            local_ray.stop()
+            local_head.stop()
             shutil.rmtree(home, ignore_errors=True)
 
 

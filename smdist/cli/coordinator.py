@@ -16,6 +16,7 @@ from rich.text import Text
 from smdist.cli.console import PlainConsole, complain
 from smdist.coordination.ray_actor import launcher, local_head
 from smdist.coordination.ray_actor.client import CoordinatorClient
+from smdist.coordination.ray_actor.code_package import check_wheel
 from smdist.coordination.ray_actor.coordinator import (
     NAMESPACE,
     CoordinatorInfo,
@@ -50,7 +51,7 @@ def start(address: str, settings: Settings, wheel: Path | None, follow: bool) ->
         # Before any Ray is started.
         settings = msgspec.structs.replace(settings, watch=check_watch_url(settings.watch))
         if wheel is not None:
-            launcher.check_wheel(wheel)
+            check_wheel(wheel)
         console = PlainConsole()
         with launcher.attach(address) as ray:
             client = launcher.start(ray, settings, wheel_path=wheel)

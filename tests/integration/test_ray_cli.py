@@ -112,7 +112,7 @@ def test_the_lease_of_one_that_died_with_its_ray_is_waited_for(home: Path, tmp_p
 
 def test_a_local_ray_without_a_coordinator_is_stopped_too(home: Path, tmp_path: Path) -> None:
     mine = {"SMDIST_RAY_DIR": str(home)}
-    code = "from smdist.coordination.ray_actor import local_head as local_ray; print(local_ray.start()[0].pid)"
+    code = "from smdist.coordination.ray_actor import local_head; print(local_head.start()[0].pid)"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=environment(**mine),

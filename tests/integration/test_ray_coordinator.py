@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from smdist.coordination.ray_actor import code_package as wheel
+from smdist.coordination.ray_actor.code_package import copy_package
 from smdist.coordination.service.run_watcher import RunWatcher
 from smdist.coordination.snapshot.pack import POINTER_KEY, Pointer, load_view
 from smdist.errors import AlreadyCoordinated
@@ -129,7 +129,7 @@ def test_it_stays_when_its_driver_leaves(ray_cluster: Cluster, tmp_path: Path) -
     until(lambda: number(place) >= 2, "it writes snapshots")
     with Driver(ray_cluster.address, tmp_path / "second.log") as second:
         until(lambda: latest(second, place) == 3, "it went on")
-        assert second("ask", watch=str(place), method="whereabouts")["pid"] == began["pid"]
+        assert second("ask", watch=str(place), method="info")["pid"] == began["pid"]
         ask(second, place, "stop")
 
 
@@ -169,8 +169,7 @@ def test_a_process_that_is_a_driver_already(ray_cluster: Cluster, tmp_path: Path
     job(tmp_path / "run")
     code = (
         "import ray, sys\n"
-        "from smdist.coordination.ray_actor.coordinator import Settings\n"
-        "from smdist.coordination.ray_actor.launcher import attach, find, start\n"
+        "from smdist.coordinator import Settings, attach, find, start\n"
         "ray.init(sys.argv[1], namespace='another', log_to_driver=False)\n"
         "with attach('auto') as attached:\n"
         "    began = start(attached, Settings('run', interval_s=0.1))\n"
@@ -240,12 +239,12 @@ def test_the_wheel_that_was_named_is_what_runs(driver: Driver, tmp_path: Path) -
     """Unlike what the cluster's own interpreter has."""
     job(tmp_path / "run")
     named = tmp_path / "smdist-9.9-py3-none-any.whl"
-    with ZipFile(wheel.pack(tmp_path)) as own, ZipFile(named, "w") as changed:
-        for name in own.namelist():
-            data = own.read(name)
-            if name == "smdist/__init__.py":
-                data += b'\n__version__ = "9.9"\n'
-            changed.writestr(name, data)
+    package = copy_package(tmp_path)
+    with (package / "__init__.py").open("a") as file:
+        file.write('\n__version__ = "9.9"\n')
+    with ZipFile(named, "w") as archive:
+        for path in package.rglob("*"):
+            archive.write(path, path.relative_to(tmp_path))
     began = driver("start", settings=settings(tmp_path / "run"), wheel=str(named))
     assert began["version"] == "9.9"
     until(lambda: latest(driver, tmp_path / "run") == 2, "it works")
@@ -269,7 +268,7 @@ def test_a_question_outlives_the_process_that_was_asked(driver: Driver, tmp_path
     )
     write.join()
     assert report["standing"] == "complete"
-    assert driver("ask", watch=str(place), method="whereabouts")["pid"] != began["pid"]
+    assert driver("ask", watch=str(place), method="info")["pid"] != began["pid"]
     # It comes back under its name, and waits for no lease of its own.
     again = driver("ask", watch=str(place), method="status")["writer"]
     assert again != writer

@@ -119,7 +119,7 @@ def test_one_that_refuses_us_is_ended_all_the_same(folder: Path, tmp_path: Path)
     (folder / "auth_token").write_text(OTHER)
     lost = smdist(env, "status")
     assert lost.returncode == 1
-    assert "refused our token: its own is not as it was; smdist coordinator stop" in lost.stderr
+    assert "rejected our token. Its token has changed. Run: smdist coordinator stop" in lost.stderr
     assert "Traceback" not in lost.stderr
     assert "stopped the local Ray, which did not answer" in well(smdist(env, "stop"))
     assert session(head.pid) == []
@@ -128,10 +128,10 @@ def test_one_that_refuses_us_is_ended_all_the_same(folder: Path, tmp_path: Path)
 def test_a_start_that_fails_takes_its_ray_with_it(folder: Path, tmp_path: Path) -> None:
     env = account("nothing", tmp_path) | {"SMDIST_RAY_DIR": str(folder)}
     code = (
-        "from smdist.coordination.ray_actor import local_head as local_ray\n"
-        "from smdist.coordination.ray_actor.launcher import attach\n"
+        "from smdist.coordination.ray_actor import local_head\n"
+        "from smdist.coordinator import attach\n"
         "with attach('local'):\n"
-        "    print(local_ray.find().pid, flush=True)\n"
+        "    print(local_head.find().pid, flush=True)\n"
         "    raise RuntimeError('no coordinator was started')"
     )
     failed = python(code, env)
@@ -154,9 +154,7 @@ def test_a_start_that_is_killed_leaves_what_stop_can_end(folder: Path, tmp_path:
 
 def test_a_ray_that_was_imported_for_clusters_is_no_use(folder: Path, tmp_path: Path) -> None:
     env = account("nothing", tmp_path) | {"SMDIST_RAY_DIR": str(folder)}
-    code = (
-        "import ray\nfrom smdist.coordination.ray_actor.launcher import attach\nwith attach(): pass"
-    )
+    code = "import ray\nfrom smdist.coordinator import attach\nwith attach(): pass"
     failed = python(code, env)
     assert "set that before the import, or use another process" in failed.stderr
     assert os.listdir(folder) == [], "a Ray was started for nothing"
@@ -186,9 +184,9 @@ def test_the_token_of_a_cluster_is_the_users(scheme: str, cluster: Cluster, tmp_
     missing = smdist(nothing, "status", *where)
     unread = smdist({**nothing, "RAY_AUTH_MODE": "token"}, "status", *where)
     for done, said in (
-        (wrong, "refused our token: set RAY_AUTH_TOKEN_PATH"),
-        (missing, "asks for a token and we have none: set RAY_AUTH_MODE=token"),
-        (unread, "asks for a token and we have none: set RAY_AUTH_MODE=token"),
+        (wrong, "rejected our token. Set RAY_AUTH_TOKEN_PATH"),
+        (missing, "requires a token and we have none. Set RAY_AUTH_MODE=token"),
+        (unread, "requires a token and we have none. Set RAY_AUTH_MODE=token"),
     ):
         assert done.returncode == 1
         assert f"smdist: the Ray at {address} {said}" in done.stderr
@@ -198,7 +196,7 @@ def test_the_token_of_a_cluster_is_the_users(scheme: str, cluster: Cluster, tmp_
 def test_one_process_may_use_both(cluster: Cluster, folder: Path, tmp_path: Path) -> None:
     code = """
 import os, sys
-from smdist.coordination.ray_actor.launcher import attach, coordinators
+from smdist.coordinator import attach, coordinators
 from smdist.errors import CoordinationError
 before = {k: v for k, v in os.environ.items() if k.startswith("RAY_AUTH")}
 for address in ("local", sys.argv[1], "local", sys.argv[1]):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import os
 import signal
 import socket
@@ -18,9 +17,8 @@ import msgspec
 import pytest
 
 import smdist
-from smdist.coordination.ray_actor import code_package as wheel
-from smdist.coordination.ray_actor import launcher
-from smdist.coordination.ray_actor import local_head as local_ray
+from smdist import processes
+from smdist.coordination.ray_actor import code_package, launcher, local_head
 from smdist.coordination.ray_actor.coordinator import (
     CoordinatorInfo,
     Settings,
@@ -86,12 +84,12 @@ def test_nobody_there_is_said_at_once(scheme: str) -> None:
 
 def test_a_ray_for_one_machine_is_not_taken_for_a_cluster() -> None:
     """Ray would, and then look for it on another interface until somebody interrupts it."""
-    assert launcher._which([]) == "auto"
-    assert launcher._which(["10.0.0.1:6379"]) == "auto"
-    assert launcher._which(["127.0.0.1:39261", "10.0.0.1:6379"]) == "10.0.0.1:6379"
-    assert launcher._which(["127.0.0.1:1", "10.0.0.1:2", "10.0.0.1:3"]) == "auto"
+    assert launcher._choose_cluster([]) == "auto"
+    assert launcher._choose_cluster(["10.0.0.1:6379"]) == "auto"
+    assert launcher._choose_cluster(["127.0.0.1:39261", "10.0.0.1:6379"]) == "10.0.0.1:6379"
+    assert launcher._choose_cluster(["127.0.0.1:1", "10.0.0.1:2", "10.0.0.1:3"]) == "auto"
     with pytest.raises(CoordinationError, match="leave --address out"):
-        launcher._which(["127.0.0.1:39261", "127.0.0.1:41234"])
+        launcher._choose_cluster(["127.0.0.1:39261", "127.0.0.1:41234"])
 
 
 @pytest.mark.parametrize("content", [None, b"no zip", b""])
@@ -111,17 +109,19 @@ def test_a_wheel_of_something_else_is_refused(tmp_path: Path) -> None:
     with ZipFile(tmp_path / "other.whl", "w") as archive:
         archive.writestr("other/__init__.py", "")
     with pytest.raises(ConfigurationError, match="no wheel of smdist"):
-        launcher.check_wheel(tmp_path / "other.whl")
-    launcher.check_wheel(wheel.pack(tmp_path))
+        code_package.check_wheel(tmp_path / "other.whl")
+    with ZipFile(tmp_path / "smdist.whl", "w") as archive:
+        archive.writestr("smdist/__init__.py", "")
+    code_package.check_wheel(tmp_path / "smdist.whl")
 
 
 @pytest.mark.parametrize("address", ["", "ray://head:10001"])
 def test_other_settings_name_the_command_that_stops_it(address: str) -> None:
     attached = Attachment(None, address or "127.0.0.1:1", local=not address)
-    where = CoordinatorInfo("name", Settings("/jobs"), "", "", 1, "", 0.0, stopped=False)
+    info = CoordinatorInfo("name", Settings("/jobs"), "", "", 1, "", 0.0, stopped=False)
     other = f" --address {address}" if address else ""
     with pytest.raises(CoordinationError, match=f"coordinator stop{other} --watch /jobs$"):
-        launcher._check_same(attached, where, Settings("/jobs", interval_s=9))
+        launcher._check_same_settings(attached, info, Settings("/jobs", interval_s=9))
 
 
 def without_ray(*command: str) -> subprocess.CompletedProcess[str]:
@@ -183,10 +183,10 @@ def test_what_is_no_place_is_refused_before_anything_starts(place: str, said: st
 
 def test_its_folder_leaves_room_for_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", "/tmp/" + "x" * 80)
-    assert len(str(local_ray.folder({}))) <= 45
+    assert len(str(local_head.folder({}))) <= 45
     with pytest.raises(CoordinationError, match="too long"):
-        local_ray.folder({"SMDIST_RAY_DIR": "/tmp/" + "x" * 80})
-    assert local_ray.folder({"SMDIST_RAY_DIR": "/tmp/mine"}) == Path("/tmp/mine")
+        local_head.folder({"SMDIST_RAY_DIR": "/tmp/" + "x" * 80})
+    assert local_head.folder({"SMDIST_RAY_DIR": "/tmp/mine"}) == Path("/tmp/mine")
 
 
 def test_its_folder_is_nobody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,21 +194,21 @@ def test_its_folder_is_nobody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "real").mkdir()
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "real")
-    monkeypatch.setattr(local_ray, "folder", lambda: link)
+    monkeypatch.setattr(local_head, "folder", lambda: link)
     with pytest.raises(CoordinationError, match="not a folder of this user"):
-        local_ray.start()
+        local_head.start()
 
 
 def test_a_record_of_a_process_that_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its number may be somebody else's by now, whom nobody may end."""
-    monkeypatch.setattr(local_ray, "folder", lambda: tmp_path)
+    monkeypatch.setattr(local_head, "folder", lambda: tmp_path)
     (tmp_path / "head.json").write_text(
         f'{{"address": "127.0.0.1:1", "pid": {os.getpid()}, "ticks": 1, "log": ""}}'
     )
-    assert local_ray.find() is None
-    assert local_ray.stop() is False
+    assert local_head.find() is None
+    assert local_head.stop() is False
     assert not (tmp_path / "head.json").exists()
 
 
@@ -216,7 +216,7 @@ def test_a_record_of_a_process_that_is_gone(
 def test_what_a_killed_head_left_behind_is_ended(
     leader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_ray, "folder", lambda: tmp_path)
+    monkeypatch.setattr(local_head, "folder", lambda: tmp_path)
     code = (
         "import subprocess, sys, time\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
@@ -227,48 +227,38 @@ def test_what_a_killed_head_left_behind_is_ended(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as head:
         assert head.stdout is not None
-        child, ticks = int(head.stdout.readline()), local_ray._ticks(head.pid)
+        child, ticks = int(head.stdout.readline()), processes.start_ticks(head.pid)
         try:
             head.kill()
             head.wait()
             # Another one's: whatever has its number has begun before it.
             since = ticks if leader == "killed" else ticks + 10_000
-            known = local_ray.LocalRay("127.0.0.1:1", head.pid, since, "")
+            known = local_head.LocalRay("127.0.0.1:1", head.pid, since, "")
             (tmp_path / "head.json").write_bytes(msgspec.json.encode(known))
-            assert local_ray.stop() == (leader == "killed")
+            assert local_head.stop() == (leader == "killed")
             deadline = time.monotonic() + 20
-            while leader == "killed" and local_ray._ticks(child) >= 0:
+            while leader == "killed" and processes.is_alive(child):
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
-            assert (local_ray._ticks(child) >= 0) == (leader == "another")
+            assert processes.is_alive(child) == (leader == "another")
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
 
 
-# -- the wheel -----------------------------------------------------------------------------------
+# -- code for a cluster --------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_a_wheel_of_what_runs_here(tmp_path: Path) -> None:
-    packed = wheel.pack(tmp_path)
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index"),
-            *("--target", tmp_path / "site", packed),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+def test_the_copied_package_runs_by_itself(tmp_path: Path) -> None:
+    code_package.copy_package(tmp_path / "site")
     code = (
         "import smdist\n"
-        "from smdist.coordination.ray_actor import code_package as wheel\n"
+        "from smdist.coordination.ray_actor.code_package import digest\n"
         "import smdist.workers.upload.uploader, smdist.trials, smdist.cli\n"
-        "print(smdist.__file__, smdist.__version__, wheel.digest())"
+        "print(smdist.__file__, smdist.__version__, digest())"
     )
-    told = subprocess.run(
+    printed = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
         cwd=tmp_path,
@@ -276,29 +266,21 @@ def test_a_wheel_of_what_runs_here(tmp_path: Path) -> None:
         text=True,
         check=True,
     ).stdout.split()
-    assert told == [
+    assert printed == [
         str(tmp_path / "site" / "smdist" / "__init__.py"),
         smdist.__version__,
-        wheel.digest(),
+        code_package.digest(),
     ]
 
 
-def test_a_wheel_records_what_it_holds(tmp_path: Path) -> None:
-    with ZipFile(wheel.pack(tmp_path)) as archive:
-        names = archive.namelist()
-        record = next(name for name in names if name.endswith("/RECORD"))
-        rows = list(csv.reader(archive.read(record).decode().splitlines()))
-    assert [row[0] for row in rows] == names
-    assert not [name for name in names if "__pycache__" in name]
-
-
-def test_the_same_sources_give_the_same_wheel(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    assert wheel.pack(tmp_path / "a").read_bytes() == wheel.pack(tmp_path / "b").read_bytes()
+def test_the_copy_holds_code_only(tmp_path: Path) -> None:
+    package = code_package.copy_package(tmp_path)
+    files = [path for path in package.rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} <= {".py", ".pyi", ".so", ".typed"}
+    assert (package / "workers" / "upload" / "uploader.py").is_file()
+    assert not [path for path in package.rglob("*") if path.is_symlink()]
 
 
 def test_what_a_cluster_may_lack() -> None:
-    needed = {launcher._module(text) for text in wheel.requirements()}
-    assert {*launcher._NEEDED, "aiobotocore"} <= needed
-    assert not needed & {"ray", "torch", "pytest"}
+    needed = {code_package._module(text) for text in code_package.requirements()}
+    assert {*code_package._NEEDED, "aiobotocore"} <= needed

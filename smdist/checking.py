@@ -1,10 +1,10 @@
-"""Check decoded values against marks in the types of their fields.
+"""Check decoded values against constraints in the types of their fields.
 
     Rank = Annotated[int, Between(0, 9)]
 
-`check(kind, value)` looks at everything in a structure at once: all ranks of all its entries by one
-`min` and `max`, so that thousands of entries cost little. (`msgspec.Meta` would do the same while it
-decodes, and now and then crash the interpreter when it ends: msgspec/msgspec#717.)
+`check(kind, value)` checks each field for all entries of a structure at once, with one `min` and one
+`max`, so that thousands of entries cost little. `msgspec.Meta` could do this while decoding, but it
+sometimes crashes the interpreter at exit (msgspec/msgspec#717).
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ import msgspec
 __all__ = ["Between", "Matches", "check"]
 
 _Check = Callable[[Sequence[Any]], None]
-"""Raises ValueError when one of the values is not what it may be."""
+"""Raises ValueError if one of the values is not permitted."""
 
 
 class Between(NamedTuple):
+    """A number from `least` to `most`."""
+
     least: int
     most: float
 
@@ -33,10 +35,12 @@ class Between(NamedTuple):
         least, most = min(values), max(values)
         if least < self.least or most > self.most:
             value = least if least < self.least else most
-            raise ValueError(f"{value} is not from {self.least} to {self.most}")
+            raise ValueError(f"{value} is not between {self.least} and {self.most}")
 
 
 class Matches(NamedTuple):
+    """Text that matches `pattern` entirely and has at most `longest` characters."""
+
     pattern: re.Pattern[str]
     what: str
     longest: int
@@ -44,11 +48,11 @@ class Matches(NamedTuple):
     def check(self, values: Sequence[Any]) -> None:
         for value in set(values):
             if len(value) > self.longest or not self.pattern.fullmatch(value):
-                raise ValueError(f"{value[:100]!r} is no {self.what}")
+                raise ValueError(f"{value[:100]!r} is not a {self.what}")
 
 
 def check(kind: Any, value: Any) -> None:
-    """ValueError when `value`, which is of type `kind`, has something in it that it may not have."""
+    """Raise ValueError if anything in `value`, which has the type `kind`, is not permitted."""
     plan = _plan(kind)
     if plan is not None:
         plan([value])
@@ -56,7 +60,7 @@ def check(kind: Any, value: Any) -> None:
 
 @lru_cache(maxsize=256)
 def _plan(kind: Any) -> _Check | None:
-    """How to check one or more values of that type; None when there is nothing to check."""
+    """Return the check for values of that type; None if there is nothing to check."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         (mark,) = (mark for mark in arguments[1:] if isinstance(mark, (Between, Matches)))
@@ -74,7 +78,7 @@ def _plan(kind: Any) -> _Check | None:
 
 
 def _fields(getter: Callable[..., Any], plans: Mapping[Any, _Check | None]) -> _Check | None:
-    """Of structures or pairs: field by field, each of all of them."""
+    """Return a check of structures or tuples, field by field for all of them."""
     some = [(name, plan) for name, plan in plans.items() if plan is not None]
     if not some:
         return None
@@ -107,7 +111,7 @@ def _inside(plan: _Check | None) -> _Check | None:
 
 
 def _union(plans: Sequence[tuple[type, _Check]]) -> _Check | None:
-    """Of values of several types, those of each."""
+    """Return a check that applies each plan to the values of its type."""
 
     def check_each(values: Sequence[Any]) -> None:
         for kind, plan in plans:

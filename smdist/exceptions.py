@@ -1,4 +1,4 @@
-"""Errors under the name that scripts written for smdebug import them by; see `smdist.errors`."""
+"""The errors of `smdist.errors` under the names of smdebug, for scripts written for it."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ MissingCollectionFiles = NoSuchRun
 
 
 class SMDebugNotImplementedError(SmdistError, NotImplementedError):
-    """For scripts to raise; smdist itself does not."""
+    """For scripts to raise; smdist does not raise it."""
 
 
 class InsufficientInformationForRuleInvocation(TrialError):
-    """For rules to raise; smdist itself does not."""
+    """For rules to raise; smdist does not raise it."""
 
     def __init__(self, rule_name: str, message: str) -> None:
         self.rule_name, self.message = rule_name, message
         super().__init__(rule_name, message)
 
     def __str__(self) -> str:
-        return f"rule {self.rule_name} cannot be judged: {self.message}"
+        return f"rule {self.rule_name} cannot be evaluated: {self.message}"

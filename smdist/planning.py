@@ -1,17 +1,17 @@
-"""What is due, and which tensor is wanted how. Pure: no I/O, no framework.
+"""Decide which steps are due, and which tensors to save in which form. Pure: no I/O, no framework.
 
 The hook makes these calls, all on the training thread:
 
-    subscribe(callback)          once; `callback()` runs when anything in the configuration changes
+    subscribe(callback)          once; `callback()` runs after every change of the configuration
     wanted_anywhere(name)        when it installs framework hooks
     next_due(mode, mode_step)    kept as one integer per mode until the callback runs
-    at(mode, mode_step)          on a step that is due; the same StepPlan object comes back for every
-                                 step with the same due collections, so it is a key for caches
+    at(mode, mode_step)          on a due step; steps with the same due collections get the same
+                                 StepPlan object, so it is a key for caches
     plan.wants(name)             per tensor: a dictionary lookup after the first time
 
-A tensor is saved when any active collection it belongs to is due; raw if any of those keeps raw;
-with the reductions of all of them. Scalar collections always keep raw. In EVAL and PREDICT,
-gradients and optimizer variables are skipped, whichever collection asks for them.
+A tensor is saved when any active collection that contains it is due. It is saved raw if one of these
+saves raw, and with the reductions of all of them. Scalar collections are always saved raw. In EVAL and
+PREDICT, gradients and optimizer variables are skipped.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from smdist.messages import encodable
 
 __all__ = ["NEVER", "Planner", "StepPlan", "TensorPlan"]
 
-_WITHOUT_TRAINING: Final = (ModeKeys.EVAL, ModeKeys.PREDICT)
-_INSTEAD_OF_RAW: Final = frozenset({"min", "max", "mean", "std", "l2"})
-_KNOWN_NAMES: Final = frozenset(
+_INFERENCE_MODES: Final = (ModeKeys.EVAL, ModeKeys.PREDICT)
+_REDUCTIONS_FOR_RAW: Final = frozenset({"min", "max", "mean", "std", "l2"})
+_BUILT_IN_NAMES: Final = frozenset(
     value for key, value in vars(CollectionKeys).items() if not key.startswith("_")
 )
 
 
 class TensorPlan(msgspec.Struct, frozen=True):
-    """What to keep of a tensor. Neither raw nor reductions: its shape alone.
+    """What to save of a tensor. Neither raw nor reductions: only its shape.
 
-    `collections` are all it belongs to, due or not, in a fixed order.
+    `collections` are all collections that contain it, due or not, sorted.
     """
 
     raw: bool
@@ -49,7 +49,7 @@ class TensorPlan(msgspec.Struct, frozen=True):
 
 
 class StepPlan:
-    """The tensors wanted on steps of `mode` on which exactly the collections in `due` are due."""
+    """The tensors to save on steps of `mode` on which exactly the collections `due` are due."""
 
     __slots__ = ("_plans", "_reduced", "_resolve", "due", "mode")
 
@@ -66,7 +66,7 @@ class StepPlan:
 
     @property
     def reduced(self) -> StepPlan:
-        """The same tensors, statistics instead of raw ones; scalars stay as they are."""
+        """Return the plan that saves statistics instead of raw tensors, except for scalars."""
         if self._reduced is None:
             self._reduced = StepPlan(self.mode, self.due, self._without_raw)
         return self._reduced
@@ -75,7 +75,7 @@ class StepPlan:
         plan = self.wants(name)
         if plan is None or not plan.raw or not SCALAR_COLLECTIONS.isdisjoint(plan.collections):
             return plan
-        return TensorPlan(False, plan.reductions | _INSTEAD_OF_RAW, plan.collections)
+        return TensorPlan(False, plan.reductions | _REDUCTIONS_FOR_RAW, plan.collections)
 
     def wants(self, name: str) -> TensorPlan | None:
         try:
@@ -86,25 +86,25 @@ class StepPlan:
 
 
 class Planner:
-    """Decides for one hook; everything is cached until the configuration changes."""
+    """The decisions for one hook, cached until the configuration changes."""
 
     def __init__(self, config: HookConfig, manager: CollectionManager) -> None:
         self._config, self._manager = config, manager
         self._callbacks: list[Callable[[], None]] = []
         self._validated = False
-        self._were_due: set[str] = set()  # collections, when a tensor was asked about
-        self._asked: set[str] = set()  # names of tensors, before the last change
+        self._were_due: set[str] = set()  # collections that were due when a tensor was looked up
+        self._looked_up: set[str] = set()  # tensors that were looked up before the last change
         self._members: dict[str, tuple[str, ...]] = {}
         built_in = manager.framework.collections
         training_only = sorted(manager.framework.training_only & built_in.keys())
         self._training_only = [compile_regex(p) for name in training_only for p in built_in[name]]
-        self._forget()
+        self._reset()
         manager.watch(self)
 
     # -- changes -----------------------------------------------------------------------------
 
     def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Run `callback` after every change of configuration; call the result to end that."""
+        """Run `callback` after every change of the configuration; return a function that stops it."""
         self._callbacks.append(callback)
 
         def end() -> None:
@@ -114,17 +114,17 @@ class Planner:
         return end
 
     def changed(self) -> None:
-        self._forget()
+        self._reset()
         for callback in tuple(self._callbacks):
             callback()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._active: dict[str, Collection] | None = None
         self._schedules: dict[ModeKeys, tuple[tuple[str, Schedule], ...]] = {}
         self._due_spans: dict[ModeKeys, tuple[int, int]] = {}
         self._step_plans: dict[tuple[ModeKeys, tuple[str, ...]], StepPlan] = {}
         self._last: tuple[ModeKeys, int, StepPlan] | None = None
-        self._asked.update(self._members)
+        self._looked_up.update(self._members)
         self._members = {}
         self._anywhere: dict[str, bool] = {}
         self._explicit: dict[tuple[str, tuple[str, ...]], TensorPlan] = {}
@@ -132,24 +132,24 @@ class Planner:
     # -- which collections -------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Check what can only be checked once the script has said everything.
+        """Check the collections once the script has configured them.
 
-        Raises InvalidCollectionConfiguration for a collection of the user's own that selects
-        nothing. The first `next_due` does it too.
+        Raises InvalidCollectionConfiguration for a custom collection that selects nothing. Also
+        called by the first `next_due`.
         """
         collections = self._manager.get_collections()
         included = self._config.active_collections
         for name in (*collections, *included):
-            if name in _KNOWN_NAMES or self._manager.is_manual(name):
+            if name in _BUILT_IN_NAMES or self._manager.is_manual(name):
                 continue
             if name not in collections or collections[name].selects_nothing:
                 raise InvalidCollectionConfiguration(
-                    name, name in included, _KNOWN_NAMES | collections.keys() - {name}
+                    name, name in included, _BUILT_IN_NAMES | collections.keys() - {name}
                 )
         self._validated = True
 
     def active(self) -> dict[str, Collection]:
-        """The collections that are saved at all."""
+        """Return the collections that are saved."""
         if self._active is None:
             names = self._config.active_collections
             everything = CollectionKeys.ALL in names
@@ -161,9 +161,9 @@ class Planner:
         return self._active
 
     def idle(self) -> tuple[str, ...]:
-        """Collections asked for that this framework gives no tensors; worth a message.
+        """Return requested collections that have no tensors in this framework, for a warning.
 
-        Not those that were switched off, nor those that nobody asked for.
+        Collections that were switched off or not requested are not included.
         """
         due = {
             name
@@ -180,8 +180,10 @@ class Planner:
         )
 
     def never_due(self) -> dict[Schedule, tuple[str, ...]]:
-        """Schedules that no step fulfils, though they were not switched off by `end_step=0`, and the
-        collections that have them; worth a message."""
+        """Return schedules without any step, and their collections, for a warning.
+
+        Schedules that were switched off with `end_step=0` are not included.
+        """
         found: dict[Schedule, dict[str, None]] = {}
         for mode in ModeKeys:
             for name, schedule in self._in_mode(mode):
@@ -190,19 +192,21 @@ class Planner:
         return {schedule: tuple(names) for schedule, names in found.items()}
 
     def unsaved(self) -> tuple[str, ...]:
-        """Collections of the script's own that select tensors, and save none; worth a message."""
+        """Return custom collections that select tensors but are not saved, for a warning."""
         return tuple(
             name
             for name, collection in self._manager.get_collections().items()
             if name not in self.active()
-            and name not in _KNOWN_NAMES
+            and name not in _BUILT_IN_NAMES
             and not collection.selects_nothing
         )
 
     def unmatched(self) -> dict[str, tuple[str, ...]]:
-        """By collection that was due, the script's own patterns that no tensor had a name for; worth a
-        message at the end."""
-        asked, built_in = self._asked | self._members.keys(), self._manager.framework.collections
+        """Return custom patterns that matched no tensor, by due collection, for a final warning."""
+        asked, built_in = (
+            self._looked_up | self._members.keys(),
+            self._manager.framework.collections,
+        )
         found = {
             name: tuple(
                 pattern
@@ -216,10 +220,10 @@ class Planner:
         return {name: patterns for name, patterns in sorted(found.items()) if patterns}
 
     def _in_mode(self, mode: ModeKeys) -> tuple[tuple[str, Schedule], ...]:
-        """Name and schedule of each collection that can be due in that mode."""
+        """Return name and schedule of each collection that can be due in `mode`."""
         found = self._schedules.get(mode)
         if found is None:
-            skipped = self._manager.framework.training_only if mode in _WITHOUT_TRAINING else ()
+            skipped = self._manager.framework.training_only if mode in _INFERENCE_MODES else ()
             found = self._schedules[mode] = tuple(
                 (name, collection.save_config.schedule(mode))
                 for name, collection in self.active().items()
@@ -230,7 +234,7 @@ class Planner:
     # -- when --------------------------------------------------------------------------------
 
     def next_due(self, mode: ModeKeys, mode_step: int) -> int:
-        """The first step of `mode`, from `mode_step` on, on which anything is due, or NEVER."""
+        """Return the first step of `mode`, from `mode_step` on, on which anything is due, or NEVER."""
         since, due = self._due_spans.get(mode, (NEVER, -1))
         if since <= mode_step <= due:
             return due
@@ -241,7 +245,7 @@ class Planner:
         return due
 
     def period(self, mode: ModeKeys) -> int:
-        """The least number of steps between two that are due by their interval."""
+        """Return the smallest `save_interval` of the collections in `mode`."""
         return min((s.save_interval for _, s in self._in_mode(mode)), default=1)
 
     def at(self, mode: ModeKeys, mode_step: int) -> StepPlan:
@@ -258,11 +262,11 @@ class Planner:
     # -- which tensors, and how --------------------------------------------------------------
 
     def wants(self, name: str, mode: ModeKeys, mode_step: int) -> TensorPlan | None:
-        """How to keep the tensor on that step; None: not at all."""
+        """Return what to save of the tensor on that step; None if nothing."""
         return self.at(mode, mode_step).wants(name)
 
     def wanted_anywhere(self, name: str) -> bool:
-        """Could any step of any mode want this tensor, as things are configured now?"""
+        """Check whether any step of any mode saves this tensor, by the current configuration."""
         found = self._anywhere.get(name)
         if found is None:
             members = self.membership(name)
@@ -275,7 +279,7 @@ class Planner:
         return found
 
     def membership(self, name: str) -> tuple[str, ...]:
-        """Every collection the tensor belongs to, saved or not; `all` only where it is saved."""
+        """Return all collections that contain the tensor, saved or not; `all` only if it is saved."""
         found = self._members.get(name)
         if found is None:
             found = self._members[name] = tuple(sorted(self._matching(name)))
@@ -288,7 +292,7 @@ class Planner:
             found.discard(CollectionKeys.ALL)
         if found & framework.separate:
             kept = framework.separate | {CollectionKeys.ALL, CollectionKeys.DEFAULT}
-            # A name that a built-in collection was given exactly is meant.
+            # An exact tensor name of a built-in collection overrides the separation.
             found = {
                 n
                 for n in found
@@ -299,7 +303,7 @@ class Planner:
         return found
 
     def _skipped(self, name: str, mode: ModeKeys) -> bool:
-        return mode in _WITHOUT_TRAINING and any(p.search(name) for p in self._training_only)
+        return mode in _INFERENCE_MODES and any(p.search(name) for p in self._training_only)
 
     def _resolve(self, name: str, mode: ModeKeys, due: tuple[str, ...]) -> TensorPlan | None:
         self._were_due.update(due)
@@ -321,9 +325,9 @@ class Planner:
         return TensorPlan(raw, reductions, members)
 
     def explicit(self, name: str, collections: Iterable[str]) -> TensorPlan:
-        """For a tensor the script hands over itself: always kept raw, member of `collections` too.
+        """Return the plan of a tensor that the script saves itself: raw, and in `collections`.
 
-        Collections that do not exist yet come into being.
+        Creates collections that do not exist yet.
         """
         asked = tuple(dict.fromkeys(collections))
         known = self._explicit.get((name, asked))
@@ -338,7 +342,7 @@ class Planner:
         return plan
 
     def description(self) -> tuple[dict[str, Any], ...]:
-        """The collections as they are now, with the field names of what a run keeps of them."""
+        """Return the current collections as dicts with the fields of `CollectionInfo`."""
         return tuple(
             {
                 "name": encodable(name),

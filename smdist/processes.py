@@ -1,10 +1,11 @@
-"""Is that process still there? Told apart from a later process that was given the same number.
+"""Find out whether a process still runs, even if its number was given to a later process.
 
-cpu_seconds(pid)             processor time it has used
-start_ticks(pid)             what to remember of a process besides its number
-alive(pid, ticks)            asked once
-stopped(pid)                 held by SIGSTOP or SIGTSTP
-async with watching(...)     asked by the kernel (pidfd) or, where there is none, by polling
+cpu_seconds(pid)             processor time that it has used
+start_ticks(pid)             start time, which identifies a process together with its number
+is_alive(pid, ticks)         check once
+is_stopped(pid)              stopped by SIGSTOP or SIGTSTP
+session_members(leader)      the running processes of a session
+async with watch_exit(...)   wait by pidfd or, where there is none, by polling
 """
 
 from __future__ import annotations
@@ -18,27 +19,27 @@ from pathlib import Path
 __all__ = ["cpu_seconds", "is_alive", "is_stopped", "session_members", "start_ticks", "watch_exit"]
 
 _POLL_S = 0.5
-# fields of /proc/<pid>/stat, counted behind the command's name
+# Fields of /proc/<pid>/stat, counted after the command's name.
 _STATE, _SESSION, _USER, _SYSTEM, _START = 0, 3, 11, 12, 19
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Its fields behind the name, None when there is no such process."""
+    """Return the fields after the command's name; None if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return text.rpartition(")")[2].split()  # the name itself may hold blanks and brackets
+    return text.rpartition(")")[2].split()  # the name may contain spaces and brackets
 
 
 def start_ticks(pid: int) -> int:
-    """When it started, in clock ticks since boot; 0 when there is no such process or no /proc."""
+    """Return the start time in clock ticks since boot; 0 without such a process or without /proc."""
     fields = _stat(pid)
     return int(fields[_START]) if fields else 0
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of all its threads; 0 when there is no such process or no /proc."""
+    """Return the processor time of all its threads; 0 without such a process or without /proc."""
     fields = _stat(pid)
     if fields is None:
         return 0.0
@@ -46,9 +47,9 @@ def cpu_seconds(pid: int) -> float:
 
 
 def is_alive(pid: int, ticks: int = 0) -> bool:
-    """Does the process that was `pid` and started at `ticks` (0: unknown) still run?
+    """Check whether the process `pid` that started at `ticks` (0: unknown) still runs.
 
-    One that has ended and waits for its parent to notice does not.
+    A zombie, which has ended and waits for its parent, does not.
     """
     fields = _stat(pid)
     if fields is not None:
@@ -67,7 +68,7 @@ def is_alive(pid: int, ticks: int = 0) -> bool:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether somebody has stopped it, a debugger aside; it is there and does nothing."""
+    """Check whether the process is stopped by a signal (not by a debugger)."""
     fields = _stat(pid)
     return fields is not None and fields[_STATE] == "T"
 
@@ -85,7 +86,7 @@ def session_members(leader: int, since: int = 0) -> list[int]:
 
 
 def _has_threads(pid: int) -> bool:
-    """Its first thread has ended; others may still be on their way out, with its files and locks."""
+    """Check for threads that outlive the first one: they still hold files and locks."""
     with contextlib.suppress(OSError):
         return len(os.listdir(f"/proc/{pid}/task")) > 1
     return False
@@ -93,16 +94,16 @@ def _has_threads(pid: int) -> bool:
 
 @contextlib.asynccontextmanager
 async def watch_exit(pid: int, ticks: int, poll_s: float = _POLL_S) -> AsyncIterator[asyncio.Event]:
-    """An event that is set once that process is gone. Used within one event loop."""
+    """Provide an event that is set once the process has ended. For use in one event loop."""
     gone = asyncio.Event()
-    descriptor = _open(pid)
-    # Only now: from here on the descriptor cannot mean a later process of the same number.
+    descriptor = _open_pidfd(pid)
+    # Check after opening: from now on the descriptor cannot refer to a later process.
     if not is_alive(pid, ticks):
         gone.set()
     loop = asyncio.get_running_loop()
     poll: asyncio.Task[None] | None = None
     if descriptor >= 0:
-        loop.add_reader(descriptor, _told, loop, descriptor, gone)
+        loop.add_reader(descriptor, _on_exit, loop, descriptor, gone)
     else:
         poll = loop.create_task(_poll(pid, ticks, poll_s, gone))
     try:
@@ -116,16 +117,16 @@ async def watch_exit(pid: int, ticks: int, poll_s: float = _POLL_S) -> AsyncIter
             os.close(descriptor)
 
 
-def _open(pid: int) -> int:
-    """A descriptor that becomes readable when the process ends, -1 where there is none."""
+def _open_pidfd(pid: int) -> int:
+    """Return a descriptor that becomes readable when the process ends; -1 if there is none."""
     try:
         return os.pidfd_open(pid)
-    except (AttributeError, OSError):  # no such call, no such process, or not permitted
+    except (AttributeError, OSError):  # not supported, no such process, or not permitted
         return -1
 
 
-def _told(loop: asyncio.AbstractEventLoop, descriptor: int, gone: asyncio.Event) -> None:
-    loop.remove_reader(descriptor)  # it stays readable for ever
+def _on_exit(loop: asyncio.AbstractEventLoop, descriptor: int, gone: asyncio.Event) -> None:
+    loop.remove_reader(descriptor)  # it stays readable
     gone.set()
 
 

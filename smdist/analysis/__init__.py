@@ -1,1 +1,1 @@
-"""Where scripts written for smdebug look for `no_refresh`."""
+"""The path from which scripts written for smdebug import `no_refresh`."""

@@ -1,4 +1,4 @@
-"""`no_refresh(trial)` or `no_refresh([trial, ...])`: keep trials where they are."""
+"""`no_refresh(trial)` or `no_refresh([trial, ...])`: do not read new data meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One grammar for the configuration of a hook, whether written in Python or in JSON."""
+"""The configuration of a hook, from Python arguments or from JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a framework brings along: its built-in collections, what it always saves, its interval."""
+"""What is specific to a framework: built-in collections, those always saved, default interval."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ def _frozen(table: Mapping[str, tuple[str, ...]]) -> Mapping[str, tuple[str, ...
 
 @dataclass(frozen=True)
 class Framework:
-    """`collections` maps each built-in collection to its regular expressions.
+    """The properties of a framework.
 
-    always:        collections saved whatever the configuration says
-    training_only: tensors of these are skipped in EVAL and PREDICT
-    separate:      tensors of these are in no other built-in collection, though a regex may say so
-                   (the momentum of a weight has "weight" in its name)
+    collections:   built-in collection -> its regular expressions
+    always:        collections that are saved in every configuration
+    training_only: collections whose tensors are skipped in EVAL and PREDICT
+    separate:      collections whose tensors are in no other built-in collection, even if a regex
+                   matches (the momentum of a weight has "weight" in its name)
     """
 
     name: str
@@ -59,7 +60,7 @@ TENSORFLOW = Framework(
             Keys.BIASES: (r"^[^:]*/weights/.*bias",),
             Keys.GRADIENTS: ("^gradients/",),
             Keys.LOSSES: (r"^(val_)?loss$",),
-            Keys.METRICS: (),  # what Keras reports besides: the hook knows when it sees it
+            Keys.METRICS: (),  # other values that Keras reports: the hook adds their names
             Keys.INPUTS: (r"^inputs(_\d+)?$",),
             Keys.OUTPUTS: (r"^(labels|predictions)(_\d+)?$",),
             Keys.LAYERS: (r"/(inputs|outputs)(_\d+)?$",),
@@ -70,7 +71,7 @@ TENSORFLOW = Framework(
     always=(Keys.METRICS, Keys.LOSSES, Keys.SM_METRICS),
 )
 
-# In a graph names are the script's: the hook knows what is what, and names it exactly.
+# In a graph the script chooses the names, so the hook adds exact tensor names.
 TENSORFLOW_GRAPH = Framework(
     name="tensorflow",
     collections=_frozen(

@@ -1,14 +1,14 @@
-"""The configuration of a hook, from Python arguments or from the JSON of a configuration service.
+"""`HookConfig`: the checked configuration of a hook, from Python arguments or from JSON.
 
     {"S3OutputPath": ..., "LocalPath": ..., "HookParameters": {...} | null,
      "CollectionConfigurations": [{"CollectionName": ..., "CollectionParameters": {...} | null}] | null}
 
 Values may be text or native; lists may be JSON lists, JSON lists as text, or separated by commas.
-For a collection the order is: its key for the mode, its key, the hook's key for the mode, the
-hook's key, the framework's default.
+A setting of a collection is looked up in this order: the collection's key for the mode, its key, the
+hook's key for the mode, the hook's key, the framework's default.
 
-Where the data goes: `LocalPath` if there is one; else, in a SageMaker job, the directory that the
-platform itself copies to `S3OutputPath`; else `S3OutputPath`; else that directory.
+The output location is `LocalPath` if given; else, in a SageMaker job, the directory that the platform
+copies to `S3OutputPath`; else `S3OutputPath`; else that directory.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _TOP = ("S3OutputPath", "S3Path", "LocalPath", "HookParameters", "CollectionConf
 
 @dataclass(frozen=True)
 class CollectionConfig:
-    """What JSON says of one collection; it becomes one with the script's own `get_collection`."""
+    """The settings of one collection in JSON. They apply before those that the script makes."""
 
     name: str
     section: Section
@@ -68,7 +68,7 @@ class CollectionConfig:
 
 @dataclass(frozen=True)
 class HookConfig:
-    """Everything a hook is told, checked. `tensorboard_dir` is set exactly if it exports there."""
+    """The checked configuration of a hook. `tensorboard_dir` is set if and only if it exports there."""
 
     framework: Framework
     out_dir: str
@@ -94,12 +94,12 @@ class HookConfig:
 
     @classmethod
     def from_arguments(cls, framework: Framework, **arguments: Any) -> HookConfig:
-        """From the arguments of a hook's constructor; None stands for the default."""
+        """Read the arguments of a hook's constructor; None means the default."""
         with error_context(f"{framework.name} hook"):
             given = read_arguments(arguments)
             if "out_dir" not in given:
                 raise ConfigurationError(
-                    "out_dir is missing; give a directory that holds no run yet, or s3://bucket/prefix"
+                    "out_dir is missing; give a directory without a run, or s3://bucket/prefix"
                 )
             return cls._completed(framework, given)
 
@@ -111,7 +111,7 @@ class HookConfig:
         source: str = "hook configuration",
         environ: Mapping[str, str] | None = None,
     ) -> HookConfig:
-        """From a parsed configuration; `source` is what errors call it."""
+        """Read a parsed configuration; `source` is its name in error messages."""
         environ = os.environ if environ is None else environ
         _check_mapping(document, source, "the whole document")
         check_keys(document, _TOP, source)
@@ -142,7 +142,7 @@ class HookConfig:
         path: str | os.PathLike[str] | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> HookConfig:
-        """From `path`, else the file `SMDEBUG_CONFIG_FILE_PATH` names, else the platform's file."""
+        """Read `path`, else the file in `SMDEBUG_CONFIG_FILE_PATH`, else the platform's file."""
         file, why = config_file(path, os.environ if environ is None else environ)
         document = _load(file, why)
         return cls.from_json(framework, document, source=str(file), environ=environ)
@@ -156,14 +156,17 @@ class HookConfig:
         if directory is None and given.get("export_tensorboard"):
             directory = given["out_dir"].rstrip("/") + "/tensorboard"
         given["tensorboard_dir"] = directory
-        # A directory without the flag means that the flag was forgotten.
+        # A directory without the flag: the flag was forgotten.
         given["export_tensorboard"] = directory is not None
         return cls(framework=framework, **given)
 
     @property
     def active_collections(self) -> tuple[str, ...]:
-        """Names of the collections to save: the framework's, those asked for, and what
-        `include_regex` and `save_all` stand for."""
+        """Return the names of the collections to save.
+
+        These are the framework's own, the requested ones, and `default` and `all` if `include_regex`
+        and `save_all` are set.
+        """
         names = [*self.framework.always, *self.include_collections]
         if self.include_regex:
             names.append(CollectionKeys.DEFAULT)
@@ -172,7 +175,7 @@ class HookConfig:
         return tuple(dict.fromkeys(names))
 
     def build_manager(self, collection_type: type[Collection] = Collection) -> CollectionManager:
-        """The collections of a hook of this configuration, ready for the script to change."""
+        """Create the collections of a hook with this configuration."""
         manager = CollectionManager(
             self.framework, self.save_config, self.reduction_config, collection_type
         )
@@ -193,20 +196,20 @@ def _check_steps(config: SaveConfig | None) -> None:
         return
     for mode in ModeKeys:
         schedule = config.schedule(mode)
-        # No end at all is None; 0 is how the interval is switched off.
+        # None is no end; 0 switches the interval off.
         ends = schedule.end_step and schedule.start_step >= schedule.end_step
         if ends and not schedule.save_steps:
             raise ConfigurationError(
                 f"start_step={schedule.start_step} is not before end_step={schedule.end_step} in "
                 f"mode {mode.name}: nothing would be saved; correct one of them, or set "
-                "end_step=0 if that is meant"
+                "end_step=0 to save nothing"
             )
 
 
 def config_file(
     path: str | os.PathLike[str] | None, environ: Mapping[str, str]
 ) -> tuple[Path, str]:
-    """The file to read and, for messages, what chose it."""
+    """Return the file to read and, for messages, what selected it."""
     if path is not None:
         return Path(path).expanduser(), "the given path"
     if environ.get(CONFIG_VARIABLE):
@@ -224,7 +227,7 @@ def _load(file: Path, why: str) -> Any:
             f"or set {CONFIG_VARIABLE}"
         ) from error
     except ValueError as error:
-        raise ConfigurationError(f"{file} is no JSON: {error}; correct it there") from error
+        raise ConfigurationError(f"{file} is not valid JSON: {error}; correct the file") from error
 
 
 def _check_mapping(value: object, where: str, what: str) -> None:
@@ -243,7 +246,7 @@ def _out_dir(document: Mapping[str, Any], environ: Mapping[str, str]) -> str:
 
 
 def _sagemaker_tensorboard(environ: Mapping[str, str]) -> str | None:
-    """In a SageMaker job TensorBoard output is asked for by a file of its own, and only by it."""
+    """Return the TensorBoard directory of a SageMaker job, which has a file of its own for it."""
     file = Path(environ.get(TENSORBOARD_VARIABLE) or DEFAULT_TENSORBOARD_FILE)
     if not file.is_file():
         return None

@@ -1,7 +1,7 @@
-"""One table of everything that can be configured: key, how it is read, where it may stand.
+"""One table of all parameters: key, reader, and where each may be given.
 
-Python arguments and JSON both go through it, so that a key means the same in both and an unknown
-one is answered with the nearest that is known in that scope.
+Python arguments and JSON are both read with it. So a key means the same in both, and an unknown key
+is reported with the nearest known one.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ __all__ = ["PARAMETERS", "Parameter", "Scope", "Section", "read_arguments", "rea
 
 
 class Scope(Flag):
+    """Where a parameter may be given."""
+
     PYTHON = auto()  # an argument of a hook's constructor
     HOOK = auto()  # HookParameters in JSON
     COLLECTION = auto()  # CollectionParameters in JSON
@@ -47,8 +49,11 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 @dataclass(frozen=True)
 class Parameter:
-    """`by_mode`: may also be written as `train.<key>`, `eval.<key>`, ...; `in_text`: how a value is
-    read that came from JSON, where it differs from Python."""
+    """A parameter and its reader.
+
+    by_mode: may also be given as `train.<key>`, `eval.<key>`, ...
+    in_text: the reader of values from JSON, if it differs from that for Python
+    """
 
     key: str
     read: Reader
@@ -66,7 +71,7 @@ def _path(key: str, value: Any) -> str:
         raise ConfigurationError(
             f"{key}={value!r} is not a path; give a directory or s3://bucket/prefix"
         )
-    # A URL, or one that pathlib took a slash from, which the store has an answer to.
+    # A URL; also one that lost a slash in pathlib, because the store explains that.
     if _SCHEME.match(text):
         return text
     try:
@@ -92,7 +97,7 @@ def _workers(key: str, value: Any) -> str | tuple[int, ...]:
     except ConfigurationError:
         raise ConfigurationError(f"{key}={value!r} is not understood; {remedy}") from None
     if not ranks:
-        raise ConfigurationError(f"{key}={value!r} leaves nobody to save; {remedy}")
+        raise ConfigurationError(f"{key}={value!r} selects no rank; {remedy}")
     return ranks
 
 
@@ -139,7 +144,7 @@ _TABLE = (
     Parameter("overhead_budget", _share, _EVERYWHERE),
     Parameter("resume", read_boolean, _EVERYWHERE),
     Parameter("stage_gradients", _one_of("local", "synced"), _EVERYWHERE),
-    # What Python says with objects, JSON says with flat keys.
+    # Flat keys in JSON for what are objects in Python.
     Parameter("reductions", _reductions, _JSON),
     Parameter("save_raw_tensor", read_boolean, _JSON),
     Parameter("save_shape", read_boolean, _JSON),
@@ -154,7 +159,7 @@ _REDUCTION = ("reductions", "save_raw_tensor", "save_shape")
 
 @dataclass(frozen=True)
 class Section:
-    """A JSON section, read: schedule settings plain and by mode, reductions, everything else."""
+    """A parsed JSON section: schedule settings plain and by mode, reductions, all others."""
 
     save: Mapping[str, Any]
     save_by_mode: Mapping[ModeKeys, Mapping[str, Any]]
@@ -169,7 +174,7 @@ class Section:
 
 
 def keys_in(scope: Scope) -> Iterable[str]:
-    """Every key that may stand in that scope, modes spelled out."""
+    """Return every key that may be given in `scope`, including those with a mode."""
     for parameter in PARAMETERS.values():
         if scope in parameter.scopes:
             yield parameter.key
@@ -178,7 +183,7 @@ def keys_in(scope: Scope) -> Iterable[str]:
 
 
 def read_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Python arguments by name; None means "not given"."""
+    """Read Python arguments by name; None means that one is not given."""
     check_keys(arguments, keys_in(Scope.PYTHON), "the hook's arguments")
     return {
         key: PARAMETERS[key].read(key, value)
@@ -188,7 +193,7 @@ def read_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_section(values: Mapping[str, Any], scope: Scope, where: str) -> Section:
-    """A JSON section; null means "not given"."""
+    """Read a JSON section; null means that a key is not given."""
     check_keys(values, keys_in(scope), where)
     plain: dict[str, dict[str, Any]] = {"save": {}, "reduction": {}, "rest": {}}
     by_mode: dict[ModeKeys, dict[str, Any]] = {}

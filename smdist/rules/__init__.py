@@ -1,4 +1,4 @@
-"""Conditions evaluated step by step over a trial."""
+"""Rules: conditions that are evaluated at every saved step of a trial."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tensors a rule needs at a step, fetched together before the rule looks at them."""
+"""The tensors that a rule needs at a step, fetched together before the rule runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["RequiredTensors", "RequiredTensorsForTrial"]
 
 
 class RequiredTensors:
-    """What `set_required_tensors` of a rule fills; without `trial` its base trial is meant."""
+    """The required tensors of a rule, by trial. `trial=None` means the base trial."""
 
     def __init__(self, base_trial: Trial, other_trials: Iterable[Trial] | None = None) -> None:
         self.base_trial = base_trial
@@ -33,7 +33,7 @@ class RequiredTensors:
         trial: Trial | None = None,
         should_match_regex: bool = False,
     ) -> None:
-        """Need tensor `name`, or every tensor the regex `name` finds, at the global `steps`."""
+        """Require the tensor `name`, or all tensors that match it as a regex, at the global `steps`."""
         self._of(trial).add(name, steps, should_match_regex)
 
     def get_tensor_steps(self, name: str, trial: Trial | None = None) -> list[int]:
@@ -55,6 +55,8 @@ class RequiredTensors:
 
 
 class RequiredTensorsForTrial:
+    """The required tensors of one trial."""
+
     def __init__(self, trial: Trial) -> None:
         self.trial = trial
         self.logger = trial.logger
@@ -81,10 +83,10 @@ class RequiredTensorsForTrial:
         self._tensors.clear()
 
     def fetch(self) -> None:
-        """Wait for the steps and warm the trial's cache with the raw values of the lowest rank.
+        """Wait for the steps and load the raw values of the lowest rank into the trial's cache.
 
-        Tensors that were saved as reductions only are there too; one that has neither at a step
-        raises TensorUnavailableForStep.
+        Tensors with reductions only are accepted. Raises TensorUnavailableForStep for a tensor that
+        has neither at a step.
         """
         self.trial.wait_for_steps(sorted({step for some in self._steps.values() for step in some}))
         raw = []

@@ -1,4 +1,4 @@
-"""A condition over one or several trials, judged at one global step after the other."""
+"""`Rule`: a condition over one or several trials, evaluated at global steps."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["Rule"]
 
 
 class Rule(ABC):
-    """Subclass it and say in `invoke_at_step` whether the condition holds.
+    """Base class of rules: `invoke_at_step` returns whether the condition holds.
 
-    For each step `invoke` waits until it is there, then, with the trials held still, asks
-    `set_required_tensors`, fetches what that added to `req_tensors`, and asks `invoke_at_step`.
+    For each step, `invoke` waits until the step is available and stops refreshing the trials. Then it
+    calls `set_required_tensors`, fetches the tensors in `req_tensors`, and calls `invoke_at_step`.
     """
 
     def __init__(
@@ -46,18 +46,20 @@ class Rule(ABC):
         }
         if self.action_str:
             self.logger.warning(
-                "rule %s: actions are not carried out yet: %s", self.rule_name, self.action_str
+                "rule %s: actions are not supported yet and will not run: %s",
+                self.rule_name,
+                self.action_str,
             )
 
     def set_required_tensors(self, step: int) -> None:  # noqa: B027 (a hook, empty by default)
-        """Say with `self.req_tensors.add(name, steps)` what the rule reads at `step`."""
+        """Add what the rule reads at `step`, with `self.req_tensors.add(name, steps)`."""
 
     @abstractmethod
     def invoke_at_step(self, step: int) -> bool:
-        """Whether the condition holds at the global step `step`."""
+        """Return whether the condition holds at the global step `step`."""
 
     def invoke(self, step: int) -> None:
-        """Judge one step; RuleEvaluationConditionMet when the condition holds."""
+        """Evaluate one step; raise RuleEvaluationConditionMet if the condition holds."""
         self.base_trial.wait_for_steps([step])
         with no_refresh(self.trials):
             self.req_tensors.clear()

@@ -1,4 +1,4 @@
-"""Runs a rule over the saved steps of its trial, as they come."""
+"""Run a rule over the saved steps of its trial."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def invoke_rule(
     end_step: int | None = None,
     raise_eval_cond: bool = False,
 ) -> None:
-    """Invoke the rule at every saved global step from `start_step` on, before `end_step`.
+    """Invoke the rule at every saved global step in [`start_step`, `end_step`).
 
-    Of a live job it waits for further steps, and returns when the job has ended. A step that lacks
-    a tensor the rule needs is passed over. A step is judged once no more of it can come, COMPLETE or
-    not. When the condition holds it goes on, unless `raise_eval_cond` says to raise
-    RuleEvaluationConditionMet, or the rule raised one that says `end_of_rule`.
+    Waits for further steps of a running job and returns when the job has ended. A step is evaluated
+    once no more data of it can arrive, complete or not. Steps that lack a required tensor are skipped.
+    When the condition holds, it continues, unless `raise_eval_cond` is set or the rule raised
+    RuleEvaluationConditionMet with `end_of_rule`.
     """
     trial, log = rule_obj.base_trial, rule_obj.logger
     step = trial.next_saved_step(start_step or 0)
@@ -37,7 +37,7 @@ def invoke_rule(
         try:
             rule_obj.invoke(step)
         except (TensorUnavailableForStep, StepUnavailable, TensorUnavailable, NoMoreData) as error:
-            log.debug("rule %s passed over step %d: %s", rule_obj.rule_name, step, error)
+            log.debug("rule %s skipped step %d: %s", rule_obj.rule_name, step, error)
         except RuleEvaluationConditionMet as met:
             if raise_eval_cond:
                 raise

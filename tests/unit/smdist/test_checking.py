@@ -76,13 +76,13 @@ def manifest(*steps: StepEntry, **more: object) -> RankManifest:
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        (manifest(entry(), entry(offset=-1)), "steps: offset: -1 is not from 0"),
-        (manifest(entry(mode=5), entry()), "steps: mode: 5 is not from 1 to 4"),
-        (manifest(entry(step=MAX_NUMBER + 1)), f"step: {MAX_NUMBER + 1} is not from 0"),
-        (manifest(entry(segment="../x")), "segment: '../x' is no key"),
-        (manifest(rank=MAX_RANKS), f"rank: {MAX_RANKS} is not from 0 to {MAX_RANKS - 1}"),
-        (manifest(include_workers="both"), "include_workers: 'both' is no choice of workers"),
-        (manifest(include_workers=(0, -1)), "include_workers: -1 is not from 0"),
+        (manifest(entry(), entry(offset=-1)), "steps: offset: -1 is not between 0"),
+        (manifest(entry(mode=5), entry()), "steps: mode: 5 is not between 1 and 4"),
+        (manifest(entry(step=MAX_NUMBER + 1)), f"step: {MAX_NUMBER + 1} is not between 0"),
+        (manifest(entry(segment="../x")), "segment: '../x' is not a key"),
+        (manifest(rank=MAX_RANKS), f"rank: {MAX_RANKS} is not between 0 and {MAX_RANKS - 1}"),
+        (manifest(include_workers="both"), "include_workers: 'both' is not a choice of workers"),
+        (manifest(include_workers=(0, -1)), "include_workers: -1 is not between 0"),
     ],
 )
 def test_a_field_that_is_out_of_its_range_is_named(made: RankManifest, said: str) -> None:

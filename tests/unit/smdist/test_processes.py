@@ -48,7 +48,7 @@ def test_one_that_ended_is_not_even_before_its_parent_noticed() -> None:
 @pytest.mark.parametrize("by", ["pidfd", "polling"])
 def test_a_death_is_told(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if by == "polling":
-        monkeypatch.setattr(processes, "_open", lambda _pid: -1)
+        monkeypatch.setattr(processes, "_open_pidfd", lambda _pid: -1)
     process = start_sleeper()
 
     async def watch() -> None:
@@ -73,7 +73,7 @@ def pidfds() -> set[str]:
 @pytest.mark.parametrize("by", ["pidfd", "polling"])
 def test_leaving_before_the_death_leaves_nothing(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if by == "polling":
-        monkeypatch.setattr(processes, "_open", lambda _pid: -1)
+        monkeypatch.setattr(processes, "_open_pidfd", lambda _pid: -1)
     before = pidfds()
 
     async def watch() -> None:

@@ -119,7 +119,7 @@ def test_include_workers(given: Any, read: Any) -> None:
         ({"out_dir": ""}, "out_dir='' is not a path"),
         ({"out_dir": 3}, "out_dir=3 is not a path"),
         ({"include_workers": "some"}, "include_workers='some' .*'one', 'all' or a list of ranks"),
-        ({"include_workers": []}, "leaves nobody to save"),
+        ({"include_workers": []}, "selects no rank"),
         ({"include_workers": [-1]}, "include_workers"),
         ({"include_workers": True}, "include_workers=True"),
         ({"include_regex": "("}, "include_regex '\\(' .* at position 0"),
@@ -492,7 +492,7 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(NoConfigurationFile, match=r"c\.json \(the given path\): No such file"):
         HookConfig.from_file(PYTORCH, file, {})
     file.write_text('{"LocalPath": }')
-    with pytest.raises(ConfigurationError, match=r"c\.json is no JSON: .*line 1"):
+    with pytest.raises(ConfigurationError, match=r"c\.json is not valid JSON: .*line 1"):
         HookConfig.from_file(PYTORCH, file, {})
     file.write_text("[]")
     with pytest.raises(ConfigurationError, match=r"c\.json: the whole document is \[\]"):

@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,22 +20,10 @@ from smdist.workers.spool.ack_page import AckPage
 from smdist.workers.spool.private_files import private_root
 from smdist.workers.upload.recover import find_spools
 from tests.faults.job import Exited, Order
+from tests.support.waiting import until
 
 REPOSITORY = Path(__file__).parents[2]
 TRAIN = "train(order)"
-
-
-def until(
-    condition: Callable[[], object],
-    what: str,
-    timeout_s: float = 60.0,
-    about: Callable[[], object] = lambda: "",
-) -> None:
-    """`about` is asked when time is up, and put into the message."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout_s} s for: {what}; {about()}"
-        time.sleep(0.002)
 
 
 class Noted(NamedTuple):

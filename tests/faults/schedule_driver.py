@@ -21,11 +21,12 @@ import msgspec
 
 from smdist.workers.upload.process import LEFT_BEHIND
 from smdist.workers.upload.recover import find_spools
-from tests.faults.launcher import Launcher, Started, launching, until
+from tests.faults.launcher import Launcher, Started, launching
 from tests.faults.schedule_audit import Told, audit
 from tests.faults.schedule_plan import Plan, draw
 from tests.faults.schedule_proxy import ScheduleProxy, Traffic, scheduling
 from tests.servers.s3 import KEY, SECRET, Server, start_moto, start_rclone
+from tests.support.waiting import until
 
 __all__ = ["Bench", "Failed", "bench", "carry_out"]
 

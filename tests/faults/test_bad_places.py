@@ -22,17 +22,10 @@ from smdist.identity import modes
 from smdist.trials import create_trial
 from smdist.workers.upload.recover import recover
 from tests.faults.audit import assert_in_run, audit, unexplained
-from tests.faults.launcher import (
-    REPOSITORY,
-    Launcher,
-    ack_page_of,
-    drained,
-    ended,
-    spools,
-    until,
-)
+from tests.faults.launcher import REPOSITORY, Launcher, ack_page_of, drained, ended, spools
 from tests.faults.places import Place
 from tests.support.torch_jobs import beside_waiting
+from tests.support.waiting import until
 
 TRAIN = modes.TRAIN
 

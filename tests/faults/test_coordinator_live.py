@@ -20,6 +20,7 @@ from smdist.processes import is_stopped
 from smdist.storage.local import LocalStore
 from tests.faults.launcher import Launcher, Started, drained
 from tests.support.coordinator_driver import from_scratch
+from tests.support.waiting import until_async
 
 pytestmark = pytest.mark.ranks
 
@@ -58,14 +59,6 @@ def start(launcher: Launcher, folder: Path, numbers: Iterable[int]) -> list[Star
     ]
 
 
-async def until(condition: Callable[[], object], about: Callable[[], object]) -> None:
-    for _ in range(9000):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError(about())
-
-
 def test_slow_stopped_and_killed(launcher: Launcher, tmp_path: Path) -> None:
     async def act() -> None:
         stop = asyncio.Event()
@@ -74,9 +67,11 @@ def test_slow_stopped_and_killed(launcher: Launcher, tmp_path: Path) -> None:
         running = asyncio.create_task(watch.run(stop))
         ranks = start(launcher, tmp_path, [0])
         # An uploader looks for its listener with its first manifest, and then not for a while.
-        await until((tmp_path / "run" / INBOX_KEY).exists, lambda: ranks)
+        await until_async(
+            (tmp_path / "run" / INBOX_KEY).exists, "the coordinator to see it", about=lambda: ranks
+        )
         ranks += start(launcher, tmp_path, range(1, RANKS))
-        await until(watch.runs, lambda: ranks)
+        await until_async(watch.runs, "the coordinator to see it", about=lambda: ranks)
         await follow(watch.watcher, ranks, lambda: (tmp_path / "hurry").touch())
         stop.set()
         await running
@@ -99,32 +94,56 @@ async def follow(
     def about() -> object:
         return watcher().queries.status(), ranks
 
-    await until(lambda: len(watcher().queries.status().ranks) == RANKS, about)
-    await until(lambda: line(SLOW).status == "lagging" and line(SLOW).behind_steps > 2, about)
+    await until_async(
+        lambda: len(watcher().queries.status().ranks) == RANKS,
+        "the coordinator to see it",
+        about=about,
+    )
+    await until_async(
+        lambda: line(SLOW).status == "lagging" and line(SLOW).behind_steps > 2,
+        "the coordinator to see it",
+        about=about,
+    )
     assert line(SLOW).behind_s > TIMEOUTS.lagging_after_s
     assert watcher().queries.latest_complete_step() <= line(SLOW).step
     seen = watcher().queries.latest_complete_step()
-    await until(lambda: watcher().queries.latest_complete_step() > seen, about)
+    await until_async(
+        lambda: watcher().queries.latest_complete_step() > seen,
+        "the coordinator to see it",
+        about=about,
+    )
     assert watcher().queries.status().hints > 0
 
     ranks[SLOW].kill(signal.SIGSTOP)
-    await until(lambda: is_stopped(ranks[SLOW].pid), about)
+    await until_async(lambda: is_stopped(ranks[SLOW].pid), "the coordinator to see it", about=about)
     trained = max(one.step for one in ranks[SLOW].evidence())
-    await until(lambda: line(SLOW).status == "lost", about)
+    await until_async(lambda: line(SLOW).status == "lost", "the coordinator to see it", about=about)
     assert "lost" not in {line(rank).status for rank in range(RANKS) if rank != SLOW}
     step = line(0).step - 1
     assert watcher().queries.latest_complete_step() <= trained
-    await until(lambda: watcher().queries.missing(step) == {SLOW: "lost"}, about)
+    await until_async(
+        lambda: watcher().queries.missing(step) == {SLOW: "lost"},
+        "the coordinator to see it",
+        about=about,
+    )
     assert watcher().queries.step(step).standing == "partial"
 
     ranks[VICTIM].kill()
-    await until(lambda: line(VICTIM).status == "lost", about)
+    await until_async(
+        lambda: line(VICTIM).status == "lost", "the coordinator to see it", about=about
+    )
     died = line(VICTIM).step
 
     ranks[SLOW].kill(signal.SIGCONT)
     hurry()
-    await until(lambda: watcher().queries.step(step).complete or died < step, about)
-    await until(lambda: watcher().state == "finished", about)
+    await until_async(
+        lambda: watcher().queries.step(step).complete or died < step,
+        "the coordinator to see it",
+        about=about,
+    )
+    await until_async(
+        lambda: watcher().state == "finished", "the coordinator to see it", about=about
+    )
     assert watcher().queries.latest_complete_step() == died
     assert watcher().queries.missing(STEPS - 1) == {VICTIM: "lost"}
     assert watcher().queries.missing(min(step, died)) == {}

@@ -19,11 +19,12 @@ from smdist.identity import ModeKeys
 from smdist.storage import loop_thread as sync
 from smdist.storage import open_store
 from smdist.storage.store import Store
-from tests.faults.launcher import Launcher, Started, launching, until
+from tests.faults.launcher import Launcher, Started, launching
 from tests.servers.s3 import KEY, SECRET, Server, aws, moto, rclone
 from tests.support.coordinator_driver import from_scratch
 from tests.support.run_builder import RunBuilder
 from tests.support.sampling import at_most, generator
+from tests.support.waiting import until
 
 __all__ = ["aws", "moto", "rclone"]  # fixtures
 

@@ -16,8 +16,9 @@ from smdist.coordination.view.membership import MissingReason, RankStatus
 from smdist.identity import modes
 from smdist.trials import create_trial
 from tests.faults.audit import assert_in_run, audit, unexplained
-from tests.faults.launcher import REPOSITORY, Launcher, drained, spools, until
+from tests.faults.launcher import REPOSITORY, Launcher, drained, spools
 from tests.faults.test_bad_places import fill, trouble_of
+from tests.support.waiting import until
 
 TRAIN = modes.TRAIN
 
@@ -102,7 +103,6 @@ ENDINGS = {
 }
 
 
-@pytest.mark.timeout(120)
 def test_endings_within_a_step(launcher: Launcher, tmp_path: Path) -> None:
     """All at once: each takes little but the start of its uploader."""
     print(f"runs in {tmp_path}")  # noqa: T201
@@ -178,7 +178,6 @@ assert len(made) == 1
 """
 
 
-@pytest.mark.timeout(120)
 def test_forks_leave_the_run_alone(launcher: Launcher, tmp_path: Path) -> None:
     out_dir, root = tmp_path / "out", tmp_path / "spools"
     started = launcher.start(
@@ -222,7 +221,6 @@ def settled(count: Callable[[], int]) -> Callable[[], bool]:
     return look
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_ended_while_it_waits_for_room(
     launcher: Launcher, tmp_path: Path, small_disk: Path, number: signal.Signals

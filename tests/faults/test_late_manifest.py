@@ -26,8 +26,8 @@ from tests.support.uploader_rig import (
     assert_exactly_once,
     rank_process,
     read_store,
-    until,
 )
+from tests.support.waiting import until
 
 __all__ = ["aws", "moto", "rclone"]  # fixtures
 

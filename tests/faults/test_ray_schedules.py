@@ -24,10 +24,11 @@ from smdist.coordination.snapshot.pack import POINTER_KEY, Pointer, load_view
 from smdist.identity import ModeKeys
 from smdist.storage import LocalStore
 from smdist.storage import loop_thread as sync
-from tests.servers.ray_cluster import Cluster, Driver, Node, start_cluster, until
+from tests.servers.ray_cluster import Cluster, Driver, Node, start_cluster
 from tests.support.coordinator_driver import from_scratch
 from tests.support.run_builder import RankWriter, RunBuilder
 from tests.support.sampling import rotating_share
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.ray
 

@@ -78,7 +78,6 @@ ALL_CASES: list[tuple[str, str, int]] = [
 CASES = rotating_share(ALL_CASES, 3, kind=itemgetter(0))
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(("place", "kind", "victims"), at(*CASES), indirect=["place"])
 def test_killed_ranks(
     launcher: Launcher, place: Place, tmp_path: Path, kind: str, victims: int
@@ -176,7 +175,6 @@ train(order, wrap=DistributedDataParallel)
 """
 
 
-@pytest.mark.timeout(120)
 def test_killed_rank_of_a_process_group(launcher: Launcher, tmp_path: Path) -> None:
     chance = generator("ddp")
     moments = [Moment(chance.randrange(5), chance.uniform(0.0, 0.03)) for _ in range(4)]

@@ -26,12 +26,12 @@ from tests.faults.launcher import (
     ack_page_of,
     drained,
     spools,
-    until,
     uploader_of,
     uploaders,
 )
 from tests.faults.places import Place, at
 from tests.support.sampling import at_most, generator, rotating_share
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.ranks
 
@@ -84,7 +84,6 @@ def kill(pid: int) -> None:
     until(lambda: not is_alive(pid), f"uploader {pid} to die")
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("place", "times"),
     at(("directory", at_most(6, 3)), ("rclone", at_most(4, 2)), ("moto", at_most(3, 2))),
@@ -165,7 +164,6 @@ BOTH_KILLED = [
 ]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("place", "first"),
     at(*rotating_share(BOTH_KILLED, 2, kind=itemgetter(1))),

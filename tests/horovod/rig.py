@@ -29,10 +29,11 @@ from smdist.storage import loop_thread as sync
 from smdist.storage import open_store
 from smdist.trials import create_trial
 from tests.servers.ports import free_port
-from tests.servers.ray_cluster import Driver, DriverError, until
+from tests.servers.ray_cluster import Driver, DriverError
 from tests.servers.s3 import Server
 from tests.support.coordinator_driver import from_scratch
 from tests.support.s3_jobs import environment
+from tests.support.waiting import until
 
 __all__ = [
     "EXAMPLES",

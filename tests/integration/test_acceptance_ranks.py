@@ -20,8 +20,9 @@ from smdist.errors import InvalidWorker, NoMoreData, StepNotYetAvailable, StepUn
 from smdist.identity import modes
 from smdist.trials import Trial, create_trial
 from tests.faults.audit import assert_in_run, audit, unexplained
-from tests.faults.launcher import REPOSITORY, Launcher, drained, launching, until
+from tests.faults.launcher import REPOSITORY, Launcher, drained, launching
 from tests.faults.places import Place, at, make_place, moto, place, rclone
+from tests.support.waiting import until
 
 __all__ = ["moto", "place", "rclone"]  # fixtures
 
@@ -224,7 +225,6 @@ def assert_same(trial: Trial, job: Finished, run: str, rank: int) -> None:
     assert {(step, name) for name, steps in every.items() for step in steps} == set(kept)
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("job", "run"),
     at(("directory", "local"), ("directory", "synced"), ("rclone", "local")),
@@ -247,7 +247,6 @@ def test_all_ranks_agree_to_the_bit(job: Finished, run: str) -> None:
         assert equal == [run == "synced"] * (RANKS - 1)
 
 
-@pytest.mark.timeout(240)
 def test_one_rank_saves_and_the_others_do_nothing(job: Finished) -> None:
     with create_trial(job.out_dir("one")) as trial:
         assert trial.workers() == ["worker_0"]
@@ -268,7 +267,6 @@ def test_one_rank_saves_and_the_others_do_nothing(job: Finished) -> None:
     assert owners == {"worker_0"}
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("job", ["directory"], indirect=True)
 def test_a_list_of_ranks(job: Finished) -> None:
     audit(job.objects("listed"))
@@ -310,7 +308,6 @@ if arguments["ends"] == "close":
 """
 
 
-@pytest.mark.timeout(120)
 def test_ranks_that_leave_early_never_come_or_do_less(
     launcher: Launcher, place: Place, tmp_path: Path
 ) -> None:

@@ -16,7 +16,8 @@ from smdist.processes import is_alive
 from smdist.trials import create_trial
 from tests.faults.audit import assert_in_run, audit
 from tests.faults.job import Order
-from tests.faults.launcher import REPOSITORY, Launcher, Started, drained, ended, launching, until
+from tests.faults.launcher import REPOSITORY, Launcher, Started, drained, ended, launching
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.ranks
 
@@ -61,7 +62,6 @@ else:
 """
 
 
-@pytest.mark.timeout(150)
 def test_an_elastic_restart_is_another_attempt(launcher: Launcher, tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(ELASTIC)

@@ -30,7 +30,7 @@ from tests.servers.s3 import Server, aws, moto, rclone, start_rclone
 from tests.support.proxy import Answer, Fault, HalfOpen, proxied
 from tests.support.s3_jobs import assert_equals_copies, cli, start_job
 from tests.support.spans import assert_spans_agree
-from tests.support.uploader_rig import until
+from tests.support.waiting import until
 
 __all__ = ["aws", "moto", "rclone"]  # fixtures
 

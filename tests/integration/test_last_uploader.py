@@ -28,7 +28,8 @@ from smdist.workers.upload.recover import recover
 from tests.servers.s3 import Server, aws, moto, rclone
 from tests.support.proxy import FaultProxy, HalfOpen, Hold, proxied
 from tests.support.s3_jobs import cli
-from tests.support.uploader_rig import Job, Rank, make_spool, until
+from tests.support.uploader_rig import Job, Rank, make_spool
+from tests.support.waiting import until
 from tests.unit.smdist.trials.test_trial_snapshot import answers
 
 __all__ = ["aws", "moto", "rclone"]  # fixtures

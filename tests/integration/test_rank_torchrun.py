@@ -45,7 +45,6 @@ dist.destroy_process_group()
 
 
 @pytest.mark.ranks
-@pytest.mark.timeout(120)
 def test_identity_under_torchrun(tmp_path: Path) -> None:
     script, out = tmp_path / "job.py", tmp_path / "out"
     script.write_text(SCRIPT)

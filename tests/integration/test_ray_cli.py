@@ -23,7 +23,8 @@ from smdist.coordination.ray_actor.local_head import LocalRay
 from smdist.coordination.service.run_watcher import RunWatcher
 from tests.integration.test_ray_coordinator import job, number, save
 from tests.servers.ports import free_port
-from tests.servers.ray_cluster import Cluster, environment, start_cluster, until
+from tests.servers.ray_cluster import Cluster, environment, start_cluster
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.ray
 

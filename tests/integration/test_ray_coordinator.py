@@ -32,11 +32,11 @@ from tests.servers.ray_cluster import (
     environment,
     ray_cluster,
     start_cluster,
-    until,
 )
 from tests.servers.s3 import Server, aws, rclone
 from tests.support.coordinator_driver import from_scratch
 from tests.support.run_builder import RankWriter, RunBuilder
+from tests.support.waiting import until
 
 __all__ = ["aws", "ray_cluster", "rclone"]  # fixtures
 

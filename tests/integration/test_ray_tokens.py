@@ -16,7 +16,8 @@ import pytest
 
 from smdist.coordination.ray_actor.local_head import LOOPBACK
 from tests.integration.test_ray_cli import BIN, record, session, well
-from tests.servers.ray_cluster import Cluster, environment, start_cluster, until
+from tests.servers.ray_cluster import Cluster, environment, start_cluster
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.ray
 

@@ -27,8 +27,8 @@ from tests.support.uploader_rig import (
     make_spool,
     rank_process,
     read_store,
-    until,
 )
+from tests.support.waiting import until
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from tests.servers.s3 import Server, aws, rclone
 from tests.support.leaks import assert_no_secret, no_leaks
 from tests.support.proxy import Answer, FaultProxy, Latency, proxied
 from tests.support.s3_jobs import Ran, assert_equals_copies, run_job, start_job
-from tests.support.uploader_rig import until
+from tests.support.waiting import until
 
 __all__ = ["aws", "no_leaks", "rclone"]  # fixtures
 

@@ -31,7 +31,7 @@ from tests.servers.s3 import SECRET, TOKEN, Server, add_user, aws, enforce_right
 from tests.support.leaks import WRONG, assert_no_secret, assert_told_without_secret, no_leaks
 from tests.support.proxy import Answer, FaultProxy, HalfOpen, proxied
 from tests.support.torch_jobs import EVERY_STEP, Net, train
-from tests.support.uploader_rig import until
+from tests.support.waiting import until
 
 __all__ = ["aws", "moto", "no_leaks", "rclone"]  # fixtures
 

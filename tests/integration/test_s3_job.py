@@ -20,7 +20,7 @@ from tests.servers.s3 import Server, aws, moto, rclone
 from tests.support.leaks import no_leaks
 from tests.support.run_builder import RunBuilder
 from tests.support.s3_jobs import assert_equals_copies, cli, environment, run_job, start_job
-from tests.support.uploader_rig import until
+from tests.support.waiting import until
 
 __all__ = ["aws", "moto", "no_leaks", "rclone"]  # fixtures
 

@@ -51,6 +51,7 @@ from tests.support.proxy import (
     Slow,
     proxied,
 )
+from tests.support.waiting import until_async
 
 __all__ = ["aws", "moto", "no_leaks", "rclone"]  # fixtures
 
@@ -90,13 +91,6 @@ def run(url: str, work: Callable[[S3Store], Awaitable[T]], options: S3Options = 
             assert store.statistics().in_flight_bytes == 0
 
     return asyncio.run(session())
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
 
 
 def content(server: Server, bucket: str, key: str) -> bytes:
@@ -289,7 +283,7 @@ def test_expired_credentials_are_read_again(
             await store.put("before", [b"x"])
             rule = proxy.inject(Answer(400, "ExpiredToken"), header=KEY)
             puts = [asyncio.ensure_future(store.put(f"k{i}", [b"x"])) for i in range(4)]
-            await until(lambda: rule.hits >= 4)
+            await until_async(lambda: rule.hits >= 4, "the requests")
             _write_profile(file, OTHER_KEY, OTHER_SECRET)
             await asyncio.gather(*puts)
             assert store.statistics().renewals >= 1
@@ -397,10 +391,10 @@ def test_a_conditional_put_that_another_won_meanwhile(moto: Server) -> None:
 
         async def work(store: S3Store) -> None:
             put = asyncio.ensure_future(store.put("k", [b"mine"], if_absent=True))
-            await until(lambda: bool(store.statistics().retries))
+            await until_async(lambda: bool(store.statistics().retries), "the requests")
             again = Hold()
             held = proxy.inject(again, method="PUT")
-            await until(lambda: held.hits > 0)
+            await until_async(lambda: held.hits > 0, "the requests")
             other = open_s3(moto.url(bucket))
             await other.put("k", [b"theirs"], if_absent=True)
             await other.close()
@@ -477,9 +471,9 @@ def test_a_cancelled_upload_is_aborted(
 
     async def work(store: S3Store) -> None:
         put = asyncio.ensure_future(store.put("k", [bytes(40 * MIB)]))
-        await until(lambda: rule.hits > 0)
+        await until_async(lambda: rule.hits > 0, "the requests")
         if method == "POST":
-            await until(lambda: bool(server.uploads(bucket)))
+            await until_async(lambda: bool(server.uploads(bucket)), "the requests")
         put.cancel()
         await asyncio.sleep(0)
         put.cancel()  # once more, while it cleans up
@@ -514,7 +508,7 @@ def test_a_cancelled_put_sends_nothing_that_comes_into_the_buffers_later(rclone:
 
         async def work(store: S3Store) -> None:
             put = asyncio.ensure_future(store.put("k", [data]))
-            await until(lambda: rule.hits > 0)
+            await until_async(lambda: rule.hits > 0, "the requests")
             put.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await put

@@ -33,8 +33,8 @@ from tests.support.uploader_rig import (
     open_ack_page,
     rank_process,
     read_store,
-    until,
 )
+from tests.support.waiting import until
 
 __all__ = ["aws", "moto", "no_leaks", "rclone"]  # fixtures
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import smdist.pytorch as smd
 from tests.support.torch_jobs import Net, hooked, read
-from tests.support.uploader_rig import until
+from tests.support.waiting import until
 
 
 def test_copies_and_pickles_of_a_model_are_free_of_the_hook(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
@@ -24,6 +24,7 @@ from typing import Any, final
 import pytest
 
 from tests.servers.ports import free_port
+from tests.support.waiting import until
 
 __all__ = [
     "Cluster",
@@ -32,7 +33,6 @@ __all__ = [
     "environment",
     "ray_cluster",
     "start_cluster",
-    "until",
 ]
 
 # Ends with the tests, also when those are killed.
@@ -66,15 +66,6 @@ def environment(**more: str) -> dict[str, str]:
     return {**inherited, **quiet, **hasty, **more}
 
 
-def until(condition: Callable[[], Any], what: str, timeout_s: float = 120.0) -> Any:
-    """What `condition` gives once it is true."""
-    deadline = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
-        time.sleep(0.02)
-    return found
-
-
 class Node:
     """A raylet with its workers; for a head, the cluster's own processes too."""
 
@@ -101,7 +92,7 @@ class Node:
 
     def wait(self) -> Node:
         try:
-            until(lambda: self.ended() or "will now block" in self.log.read_text(), "Ray is up", 90)
+            until(lambda: self.ended() or "will now block" in self.log.read_text(), "Ray is up")
             assert not self.ended(), self.log.read_text()
         except BaseException:
             self.kill()

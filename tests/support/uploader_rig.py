@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,6 +54,7 @@ from smdist.workers.spool.journal import JournalFileFull, JournalWriter
 from smdist.workers.spool.spool import Doorbell, Spool, SpoolInfo, UploadOptions
 from smdist.workers.upload.process import Supervisor
 from tests.support.spans import assert_spans_agree
+from tests.support.waiting import until
 
 TRAIN = 1
 REPOSITORY = Path(__file__).parents[2]
@@ -321,13 +322,6 @@ def open_ack_page(spool: Path) -> Iterator[AckPage | None]:
         yield ack_page
     finally:
         ack_page.close()
-
-
-def until(condition: Callable[[], object], what: str, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout_s} s for: {what}"
-        time.sleep(0.005)
 
 
 class Stored(NamedTuple):

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import smdist.tensorflow as smd
 from smdist.trials import Trial
-from tests.servers.ray_cluster import until
+from tests.support.waiting import until
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -115,7 +115,7 @@ def wait_until_gone(parts: list[weakref.ref[Any]]) -> None:
         gc.collect()
         return all(part() is None for part in parts)
 
-    until(gone, "nothing holds the hook", 60.0)
+    until(gone, "nothing holds the hook")
 
 
 def read(folder: Path) -> Trial:

@@ -27,16 +27,9 @@ from smdist.storage.in_memory import MemoryStore
 from smdist.workers.upload.hint_sender import Announcer
 from tests.support.coordinator_driver import Life
 from tests.support.run_builder import RunBuilder
+from tests.support.waiting import until_async
 
 SESSION = Session("s", 3, 4, 1, "all", 0.0, "host", 1, "")
-
-
-async def until(condition: Callable[[], object]) -> None:
-    for _ in range(2000):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("it did not come to pass")
 
 
 @dataclass
@@ -103,11 +96,11 @@ def test_an_announcer_says_what_was_stored() -> None:
     async def act(desk: Desk) -> None:
         await desk.inbox.address.publish(desk.store, epoch=1, now=0.0)
         desk.announcer.stored(0)
-        await until(lambda: desk.hints)
+        await until_async(lambda: desk.hints, "the hint")
         assert desk.hints[0] == Hint(desk.inbox.address.token, "run", "worker_3", 1, 0)
         for seq in range(1, 50):
             desk.announcer.stored(seq)
-        await until(lambda: desk.hints[-1].seq == 49)
+        await until_async(lambda: desk.hints[-1].seq == 49, "the hint")
         assert len(desk.hints) <= 3, "one for many"
         assert desk.store.counts["get merged"] == 1
 
@@ -125,7 +118,7 @@ def test_without_an_inbox_one_look_is_all_it_costs() -> None:
         await desk.inbox.address.publish(desk.store, epoch=1, now=0.0)
         desk.time += 30
         desk.announcer.stored(20)
-        await until(lambda: desk.hints)
+        await until_async(lambda: desk.hints, "the hint")
 
     at_desk(act)
 
@@ -138,7 +131,7 @@ def test_a_dead_address_is_tried_rarely_and_another_one_found() -> None:
         await nobody.close()
         await gone.publish(desk.store, epoch=1, now=0.0)
         desk.announcer.stored(0)
-        await until(lambda: desk.announcer._send_at > desk.time)
+        await until_async(lambda: desk.announcer._send_at > desk.time, "the hint")
         before = desk.store.requests
         for seq in range(1, 50):
             desk.announcer.stored(seq)
@@ -150,7 +143,7 @@ def test_a_dead_address_is_tried_rarely_and_another_one_found() -> None:
         await desk.inbox.address.publish(desk.store, epoch=2, now=0.0)
         desk.time += 60
         desk.announcer.stored(50)
-        await until(lambda: desk.hints)
+        await until_async(lambda: desk.hints, "the hint")
 
     at_desk(act)
 
@@ -172,7 +165,9 @@ def test_an_announcement_that_makes_no_sense_harms_nobody(junk: bytes) -> None:
     async def act(desk: Desk) -> None:
         await desk.store.put(INBOX_KEY, [junk])
         desk.announcer.stored(0)
-        await until(lambda: desk.announcer._task is not None and desk.announcer._task.done())
+        await until_async(
+            lambda: desk.announcer._task is not None and desk.announcer._task.done(), "the hint"
+        )
         assert desk.announcer._task is not None
         assert desk.announcer._task.exception() is None
 
@@ -221,12 +216,15 @@ def test_a_watch_with_an_inbox_sees_a_step_before_it_would_have_asked() -> None:
         # It asks every hour by itself.
         watch = DirectoryWatcher(store.url, store=store, interval_s=3600.0, hint_host="127.0.0.1")
         running = asyncio.create_task(watch.run(stop))
-        await until(lambda: INBOX_KEY in store.objects)
+        await until_async(lambda: INBOX_KEY in store.objects, "the hint")
         announcer = Announcer(store, "run", rank.session)
         for step in range(3):
             await asyncio.to_thread(save, step)
             announcer.stored(rank.seq - 1)
-            await until(lambda: watch.watcher().queries.latest_complete_step() == step)  # noqa: B023
+            await until_async(
+                lambda: watch.watcher().queries.latest_complete_step() == step,  # noqa: B023
+                "the hint",
+            )
         assert watch.watcher().queries.status().hints >= 2
         await announcer.close()
         stop.set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -32,6 +32,7 @@ from smdist.storage.local import LocalStore
 from smdist.storage.subtree import StoreSubtree
 from tests.support.coordinator_driver import Life, from_scratch
 from tests.support.run_builder import RankWriter, RunBuilder
+from tests.support.waiting import until_async
 
 T = TypeVar("T")
 TRAIN, EVAL = ModeKeys.TRAIN, ModeKeys.EVAL
@@ -798,12 +799,8 @@ def test_a_hint_is_followed_at_once(bench: Bench) -> None:
 # -- many runs -------------------------------------------------------------------------------------
 
 
-async def until(condition: object, watch: DirectoryWatcher) -> None:
-    for _ in range(2000):
-        if condition():  # type: ignore[operator]
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError(f"{watch.trouble} {watch.runs()}")
+async def until(condition: Callable[[], object], watch: DirectoryWatcher) -> None:
+    await until_async(condition, "the watcher", about=lambda: f"{watch.trouble} {watch.runs()}")
 
 
 @pytest.mark.parametrize("kind", ["memory", "local"])

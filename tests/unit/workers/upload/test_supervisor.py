@@ -16,7 +16,8 @@ import pytest
 from smdist.format.journal_records import End
 from smdist.processes import is_alive
 from smdist.workers.upload.process import Supervisor
-from tests.support.uploader_rig import REPOSITORY, Job, Rank, make_spool, read_store, until
+from tests.support.uploader_rig import REPOSITORY, Job, Rank, make_spool, read_store
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -44,7 +45,8 @@ def run_script(
     import msgspec
     from smdist.format.journal_records import End
     from smdist.workers.upload.process import Supervisor
-    from tests.support.uploader_rig import Job, Rank, make_spool, until
+    from tests.support.uploader_rig import (Job, Rank, make_spool)
+    from tests.support.waiting import until
     job = msgspec.json.decode({msgspec.json.encode(job)!r}, type=Job)
     spool = make_spool(job)
     rank = Rank(spool, job)

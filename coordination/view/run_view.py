@@ -40,9 +40,15 @@ from smdist.format.intervals import (
     find_gaps,
     merge_intervals,
     subtract,
-    to_intervals,
 )
-from smdist.format.manifest import Heartbeat, RankManifest, RankState, Session, StepEntry
+from smdist.format.manifest import (
+    Heartbeat,
+    RankManifest,
+    RankState,
+    Session,
+    StepEntry,
+    expected_ranks,
+)
 from smdist.identity import ModeKeys
 from smdist.limits import IncludeWorkers, Number, Time, WorldSize
 
@@ -84,11 +90,7 @@ class World(msgspec.Struct, frozen=True, array_like=True):
     include_workers: IncludeWorkers | tuple[Number, ...]
 
     def expected_ranks(self) -> Intervals:
-        if self.include_workers == "one":
-            return ((0, 1),)
-        if self.include_workers == "all":
-            return ((0, self.world_size),) if self.world_size else ()
-        return to_intervals(int(r) for r in self.include_workers if int(r) < self.world_size)
+        return expected_ranks(self.world_size, self.include_workers)
 
 
 class RankHead(msgspec.Struct, frozen=True, array_like=True):

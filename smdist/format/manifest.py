@@ -19,10 +19,12 @@ ignored, so a newer writer may add some.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
 
+from smdist.format.intervals import Intervals, to_intervals
 from smdist.identity import ModeKeys, StepRef, worker_name
 from smdist.limits import (
     Bytes,
@@ -58,12 +60,14 @@ __all__ = [
     "Session",
     "StepEntry",
     "collections_key",
+    "expected_ranks",
     "heartbeat_key",
     "layout_key",
     "manifest_key",
     "parse_manifest_key",
     "parse_session_key",
     "parse_summary_key",
+    "rank_saves",
     "sampling_changes_key",
     "segment_key",
     "session_from_manifest",
@@ -108,13 +112,25 @@ class Session(msgspec.Struct, frozen=True):
         """Return False for a session that was derived by `session_from_manifest`."""
         return bool(self.host or self.started)
 
-    def expected_ranks(self) -> tuple[int, ...]:
+    def expected_ranks(self) -> Intervals:
         """Return the ranks of this attempt that save."""
-        if self.include_workers == "one":
-            return (0,)
-        if self.include_workers == "all":
-            return tuple(range(self.world_size))
-        return tuple(sorted({r for r in self.include_workers if int(r) < self.world_size}))  # type: ignore[misc]
+        return expected_ranks(self.world_size, self.include_workers)
+
+
+def rank_saves(rank: int, include_workers: str | Sequence[int]) -> bool:
+    """Return whether `include_workers` ("one", "all" or ranks) names `rank`: only then it joins a run."""
+    if isinstance(include_workers, str):
+        return include_workers == "all" or rank == 0
+    return rank in include_workers
+
+
+def expected_ranks(world_size: int, include_workers: str | Sequence[int]) -> Intervals:
+    """Return the ranks of a world for which `rank_saves` holds. The world may be of any size."""
+    if include_workers == "all":
+        return ((0, world_size),) if world_size else ()
+    if include_workers == "one":
+        return ((0, 1),)
+    return to_intervals(int(rank) for rank in include_workers if int(rank) < world_size)
 
 
 class CollectionInfo(msgspec.Struct, frozen=True):

@@ -30,7 +30,17 @@ from typing import Protocol, Union, runtime_checkable
 from smdist.errors import CorruptObject, StoreError
 from smdist.limits import max_object_bytes
 
-__all__ = ["Buffer", "HasBlockingRead", "Store", "check_key", "check_range", "check_size"]
+__all__ = [
+    "Buffer",
+    "HasBlockingRead",
+    "HasParts",
+    "HasUploads",
+    "MayIgnoreConditions",
+    "Store",
+    "check_key",
+    "check_range",
+    "check_size",
+]
 
 Buffer = Union[bytes, bytearray, memoryview]  # noqa: UP007 (3.10)
 
@@ -59,6 +69,34 @@ class HasBlockingRead(Protocol):
 
     def read(self, key: str, ranges: Sequence[tuple[int, int | None]]) -> list[bytes]:
         """As `get` of each range, in the thread of the caller, which may be any."""
+
+
+@runtime_checkable
+class MayIgnoreConditions(Protocol):
+    """A store whose server may ignore `if_absent`: two writers may both succeed there."""
+
+    @property
+    def ignores_conditions(self) -> bool: ...
+
+
+@runtime_checkable
+class HasUploads(Protocol):
+    """A store in which a killed writer may leave unfinished uploads that no listing shows."""
+
+    @property
+    def dangling_uploads(self) -> bool:
+        """Return whether the store is not sure that each upload of this process has ended."""
+
+    async def sweep_uploads(self, prefix: str) -> int:
+        """Abort unfinished uploads of keys that begin with `prefix`; return how many."""
+
+
+@runtime_checkable
+class HasParts(Protocol):
+    """A store that puts large objects in parts, so that a long put shows its progress."""
+
+    @property
+    def parts_stored(self) -> int: ...
 
 
 def check_key(url: str, key: str) -> str:

@@ -24,7 +24,7 @@ from smdist.format.manifest import Session
 from smdist.storage import LocalStore
 from smdist.storage import loop_thread as sync
 from smdist.trials import Trial
-from smdist.workers.join.enrol import _read_run, _read_sessions
+from smdist.workers.join.enrolment import _read_run, _read_sessions
 from smdist.workers.upload.commit import resume_point
 
 MOST_BYTES = 3 << 30  # of addresses beyond what imports take

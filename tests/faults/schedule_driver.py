@@ -19,7 +19,7 @@ from unittest import mock
 
 import msgspec
 
-from smdist.workers.upload.process import LEFT_BEHIND
+from smdist.workers.upload.process import EXIT_DATA_PENDING
 from smdist.workers.upload.recover import find_spools
 from tests.faults.launcher import Launcher, Started, launching
 from tests.faults.schedule_audit import Told, audit
@@ -107,7 +107,7 @@ class _Schedule:
         while True:
             if self._life("uploader", spool):
                 return True
-            if self.codes[-1] == f"uploader {LEFT_BEHIND}" or self.rank.code is not None:
+            if self.codes[-1] == f"uploader {EXIT_DATA_PENDING}" or self.rank.code is not None:
                 return False
 
     def _life(self, script: str, spool: str) -> bool:
@@ -118,7 +118,7 @@ class _Schedule:
         code = process.wait(90)
         self.bench.proxy.settle(self.traffic)
         self.codes.append(f"{script} {code}")
-        assert code in (0, LEFT_BEHIND, KILLED), process
+        assert code in (0, EXIT_DATA_PENDING, KILLED), process
         # As a supervisor has it: one that has removed its spool was done, whatever it did after that.
         return code == 0 or not Path(spool).exists()
 

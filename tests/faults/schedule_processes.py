@@ -40,7 +40,7 @@ from smdist.workers.spool.journal import JournalWriter
 from smdist.workers.spool.spool import Spool, SpoolInfo
 from smdist.workers.upload import retry as patience
 from smdist.workers.upload import uploader as uploading
-from smdist.workers.upload.process import LEFT_BEHIND
+from smdist.workers.upload.process import EXIT_DATA_PENDING
 from smdist.workers.upload.recover import recover
 from tests.faults.job import Order, _become, _serve
 from tests.faults.schedule_plan import CLOSE, Plan, value
@@ -223,8 +223,8 @@ def recovery(order: Order) -> NoReturn:
     try:
         recover(Path(order.arguments["spool"]), lambda text: None)
         code = 0
-    except patience.GaveUp:
-        code = LEFT_BEHIND
+    except patience.RetryDeadlineExceeded:
+        code = EXIT_DATA_PENDING
     except BaseException:  # noqa: BLE001 - told, and judged by the driver
         traceback.print_exc()
     os._exit(code)

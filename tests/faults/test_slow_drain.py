@@ -14,7 +14,7 @@ from smdist.storage import Buffer
 from smdist.storage.local import LocalStore
 from smdist.workers.spool.spool import UploadOptions
 from smdist.workers.upload.recover import find_spools, recover
-from smdist.workers.upload.retry import GaveUp
+from smdist.workers.upload.retry import RetryDeadlineExceeded
 from tests.support.uploader_rig import Job, leave_behind, read_store
 
 STEPS, LIMIT_S = 12, 30.0
@@ -102,7 +102,7 @@ def test_a_store_that_refuses_or_is_silent_is_given_up(
 ) -> None:
     monkeypatch.setattr("smdist.workers.upload.commit._CLOSE_S", 0.1)
     monkeypatch.setattr("smdist.workers.upload.uploader._FAREWELL_S", 0.1)
-    with pytest.raises(GaveUp, match=why):
+    with pytest.raises(RetryDeadlineExceeded, match=why):
         send(job, monkeypatch, happens)
     assert len(find_spools([tmp_path / "spools"])) == 1, "kept, to be sent later"
     if happens is refuses_after_ten:

@@ -23,7 +23,7 @@ from smdist.identity import modes
 from smdist.trials import create_trial
 from smdist.workers.spool.spool import Spool
 from smdist.workers.upload.recover import recover
-from smdist.workers.upload.run_guard import Misplaced, Refused
+from smdist.workers.upload.run_guard import RankRejected, RunNotAtThisLocation
 from tests.faults.audit import assert_in_run, audit
 from tests.faults.launcher import Launcher, drained, launching, spools, uploaders
 from tests.servers.s3 import Server, aws, moto, rclone, start_rclone
@@ -155,7 +155,7 @@ def test_a_run_that_came_in_between_is_told_and_training_goes_on(
     second.close()
     first.close()
     (spool,) = spools(tmp_path / "second")
-    with pytest.raises(Refused, match="RunExists"):
+    with pytest.raises(RankRejected, match="RunExists"):
         recover_of_dead(spool)
     done = recover(spool, pytest.fail, force=True)
     assert (done.state, done.steps) == ("ended", 2)
@@ -324,7 +324,9 @@ def test_a_place_without_the_run_gets_nothing(
     spool, out_dir = entered_and_left(launcher, tmp_path), tmp_path / "out"
     change(out_dir)
     before = sorted(out_dir.rglob("*/*.*"))
-    with pytest.raises(Misplaced, match="--force" if change is remove_run else "another run"):
+    with pytest.raises(
+        RunNotAtThisLocation, match="--force" if change is remove_run else "another run"
+    ):
         recover(spool, pytest.fail)
     assert sorted(out_dir.rglob("*/*.*")) == before
     assert spools(tmp_path / "spools") == [spool]

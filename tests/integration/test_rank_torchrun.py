@@ -14,7 +14,7 @@ import pytest
 SCRIPT = """
 import json, os, sys, time
 from pathlib import Path
-from smdist.workers.join.enrol import newcomer
+from smdist.workers.join.enrolment import newcomer
 from smdist.workers.join.rank import resolve_rank
 
 out = Path(sys.argv[1])

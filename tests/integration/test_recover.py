@@ -17,7 +17,7 @@ from smdist.format.journal_records import End
 from smdist.processes import is_alive, is_stopped
 from smdist.workers.spool.private_files import private_root
 from smdist.workers.upload.recover import find_spools, pending_bytes, recover
-from smdist.workers.upload.retry import GaveUp
+from smdist.workers.upload.retry import RetryDeadlineExceeded
 from tests.support.uploader_rig import (
     REPOSITORY,
     Job,
@@ -164,7 +164,7 @@ def test_a_store_that_refuses_keeps_the_spool(job: Job, tmp_path: Path) -> None:
     (tmp_path / "out").write_text("in the way")
     spool = leave_behind(job)
     said: list[str] = []
-    with pytest.raises(GaveUp):
+    with pytest.raises(RetryDeadlineExceeded):
         recover(spool.path, said.append, give_up_s=0.1)
     assert len(said) == 1
     assert pending_bytes(spool) == 3 * (4 * job.elements + 16)

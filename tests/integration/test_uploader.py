@@ -22,7 +22,7 @@ from smdist.format.manifest import Heartbeat, RankManifest
 from smdist.processes import is_alive
 from smdist.workers.spool.journal import JournalWriter
 from smdist.workers.spool.spool import Spool, UploadOptions
-from smdist.workers.upload.process import LEFT_BEHIND, uploader_command
+from smdist.workers.upload.process import EXIT_DATA_PENDING, uploader_command
 from tests.support.uploader_rig import (
     TRAIN,
     Job,
@@ -309,7 +309,7 @@ def test_it_gives_up_after_the_deadline_and_says_what_to_type(job: Job, tmp_path
     rank.step(0)
     rank.close()
     process = start_uploader(spool, tmp_path / "stderr")
-    assert process.wait(60) == LEFT_BEHIND
+    assert process.wait(60) == EXIT_DATA_PENDING
     assert f"smdist recover {spool.path}" in (tmp_path / "stderr").read_text()
     assert (spool.path / "journal-000000").exists()
 

@@ -25,7 +25,7 @@ import msgspec
 
 from smdist.config import HookConfig
 from smdist.errors import CaptureError
-from smdist.format.manifest import Run, Session
+from smdist.format.manifest import Run, Session, rank_saves
 from smdist.identity import StepRef, worker_name
 from smdist.processes import start_ticks
 from smdist.storage import Store, check_writable, is_remote, open_store, pin_url
@@ -43,7 +43,7 @@ from smdist.workers.hook.buffer_location import (
 from smdist.workers.hook.drain_progress import DrainProgress, left
 from smdist.workers.hook.error_policy import raised_by_signal_handler
 from smdist.workers.hook.process_settings import ProcessSettings
-from smdist.workers.join.enrol import check_watch_url, intend, saves
+from smdist.workers.join.enrolment import check_location, new_session
 from smdist.workers.join.rank import Identity, resolve_rank
 from smdist.workers.spool.spool import Spool, SpoolInfo, UploadOptions
 from smdist.workers.upload.process import Supervisor
@@ -149,14 +149,14 @@ class CaptureSession(Generic[T]):
         """May this rank save anything? False is final."""
         if self._state == "waiting":
             identity = self.identity
-            if identity.settled and not saves(identity.rank, self._config.include_workers):
+            if identity.settled and not rank_saves(identity.rank, self._config.include_workers):
                 self._disable(identity)
         return self._state not in ("disabled", "closed")
 
     def _disable(self, identity: Identity) -> None:
         self._identity, self._state = identity, "disabled"
         wanted, world = self._config.include_workers, identity.world_size
-        if identity.rank == 0 and not any(saves(rank, wanted) for rank in range(world)):
+        if identity.rank == 0 and not any(rank_saves(rank, wanted) for rank in range(world)):
             self._log.warning(
                 "include_workers=%s names no rank of this job, which has %d (0 to %d): nothing is "
                 "saved at all",
@@ -181,7 +181,7 @@ class CaptureSession(Generic[T]):
     def check(self) -> None:
         """Raise now, leaving nothing behind, what `open` would raise of the places that were given."""
         config, identity = self._config, self.identity
-        if config.dry_run or not saves(identity.rank, config.include_workers):
+        if config.dry_run or not rank_saves(identity.rank, config.include_workers):
             return
         check_spool(self._where.spool_dir)
         remote = is_remote(config.out_dir)
@@ -190,7 +190,7 @@ class CaptureSession(Generic[T]):
             # behind, so a rank that may yet turn out not to save does it too.
             check_writable(config.out_dir)
         with self._store(_CHECK_S) as store:
-            check_watch_url(
+            check_location(
                 store, identity, resume=config.resume, explicit_attempt=self._where.attempt
             )
         if not remote:
@@ -241,7 +241,7 @@ class CaptureSession(Generic[T]):
 
     def _start(self) -> None:
         identity = self._identity = self.identity
-        if not saves(identity.rank, self._config.include_workers):
+        if not rank_saves(identity.rank, self._config.include_workers):
             self._disable(identity)
             return
         if self._config.dry_run:
@@ -299,7 +299,7 @@ class CaptureSession(Generic[T]):
 
     def _spool_info(self, identity: Identity) -> SpoolInfo:
         config = self._config
-        session, entry = intend(
+        session, entry = new_session(
             identity,
             include_workers=config.include_workers,
             resume=config.resume,

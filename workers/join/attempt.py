@@ -35,7 +35,7 @@ from enum import Enum
 from smdist.format.manifest import Session
 from smdist.workers.join.launcher_identity import REQUEUE
 
-__all__ = ["LONG_BEFORE_S", "Newcomer", "Relation", "choose_attempt", "may_join", "relation"]
+__all__ = ["LONG_BEFORE_S", "SameLaunch", "StartingRank", "choose_attempt", "may_join", "relation"]
 
 LONG_BEFORE_S = 600.0
 
@@ -46,7 +46,7 @@ _ENDING_TOGETHER = frozenset({"torchelastic", "agent", "sagemaker", "horovod"})
 
 
 @dataclass(frozen=True, slots=True)
-class Newcomer:
+class StartingRank:
     """The process that asks. `began` is its own start by the wall clock, 0.0 when unknown."""
 
     rank: int
@@ -58,14 +58,14 @@ class Newcomer:
     began: float = 0.0
 
 
-class Relation(Enum):
+class SameLaunch(Enum):
     SAME = "same"
     OTHER = "other"
     UNKNOWN = "unknown"
 
 
 def choose_attempt(
-    me: Newcomer, sessions: Iterable[Session], gone: Collection[str] = frozenset()
+    me: StartingRank, sessions: Iterable[Session], gone: Collection[str] = frozenset()
 ) -> int:
     """The attempt of `me`. `gone`: sessions whose process surely runs no more."""
     attempts: dict[int, list[Session]] = {}
@@ -76,15 +76,15 @@ def choose_attempt(
     newest = max(attempts)
     own = max((a for a, group in attempts.items() if _has(group, me.rank)), default=-1)
     for attempt in sorted((a for a in attempts if a > own), reverse=True):
-        if any(relation(me, s, gone) is Relation.SAME for s in attempts[attempt]):
+        if any(relation(me, s, gone) is SameLaunch.SAME for s in attempts[attempt]):
             return attempt
-    if newest > own and _open_to(me, attempts[newest], gone):
+    if newest > own and _can_join(me, attempts[newest], gone):
         return newest
     return newest + 1
 
 
 def may_join(
-    me: Newcomer,
+    me: StartingRank,
     sessions: Sequence[Session],
     gone: Collection[str] = frozenset(),
     *,
@@ -100,19 +100,19 @@ def may_join(
     mine = [s for s in sessions if s.rank == me.rank and s.session not in gone]
     if any((s.host, s.pid) == (me.host, me.pid) for s in mine):
         return False  # a second hook of this very process: no launcher started it again
-    if any(_restarted(me, s) for s in sessions):
+    if any(_is_restart_of(me, s) for s in sessions):
         return True
     own = max((s.attempt for s in sessions if s.rank == me.rank), default=-1)
-    if any(relation(me, s, gone) is Relation.SAME for s in sessions if s.attempt > own):
+    if any(relation(me, s, gone) is SameLaunch.SAME for s in sessions if s.attempt > own):
         return True
     newest = max(s.attempt for s in sessions)
-    return own < 0 and _open_to(me, [s for s in sessions if s.attempt == newest], gone)
+    return own < 0 and _can_join(me, [s for s in sessions if s.attempt == newest], gone)
 
 
-def relation(me: Newcomer, session: Session, gone: Collection[str]) -> Relation:
+def relation(me: StartingRank, session: Session, gone: Collection[str]) -> SameLaunch:
     """Whether `session` is of the same start of the job as `me`."""
     if session.rank == me.rank or session.world_size != me.world_size:
-        return Relation.OTHER
+        return SameLaunch.OTHER
     here = session.host == me.host
     # On one machine there is one clock. The process may have died a moment ago in our own start.
     ended_before = here and session.session in gone and session.started < me.began
@@ -120,30 +120,30 @@ def relation(me: Newcomer, session: Session, gone: Collection[str]) -> Relation:
         kind = _kind(me.launch)
         if here or kind != "torchelastic":
             if session.restart != me.restart or (ended_before and kind in _ENDING_TOGETHER):
-                return Relation.OTHER
-            return Relation.SAME
+                return SameLaunch.OTHER
+            return SameLaunch.SAME
         if session.restart // REQUEUE != me.restart // REQUEUE:
-            return Relation.OTHER
+            return SameLaunch.OTHER
     elif (
-        _tells_all(me.launch)
-        or _tells_all(session.launch)
+        _id_is_global(me.launch)
+        or _id_is_global(session.launch)
         or (_kind(me.launch) != "agent" and session.restart != me.restart)
     ):
-        return Relation.OTHER
+        return SameLaunch.OTHER
     if ended_before or (not here and session.started < me.began - LONG_BEFORE_S):
-        return Relation.OTHER
-    return Relation.UNKNOWN
+        return SameLaunch.OTHER
+    return SameLaunch.UNKNOWN
 
 
-def _open_to(me: Newcomer, group: Iterable[Session], gone: Collection[str]) -> bool:
-    return not any(relation(me, s, gone) is Relation.OTHER for s in group)
+def _can_join(me: StartingRank, group: Iterable[Session], gone: Collection[str]) -> bool:
+    return not any(relation(me, s, gone) is SameLaunch.OTHER for s in group)
 
 
-def _restarted(me: Newcomer, session: Session) -> bool:
+def _is_restart_of(me: StartingRank, session: Session) -> bool:
     """Whether `me` is a later start of the same job, by its launcher's word."""
     if me.launch == session.launch and _kind(me.launch) in _RESTARTING:
         return True
-    unsure = not _tells_all(me.launch) and not _tells_all(session.launch)
+    unsure = not _id_is_global(me.launch) and not _id_is_global(session.launch)
     same_job = unsure or _job(me.launch) == _job(session.launch)
     return same_job and me.restart > session.restart
 
@@ -156,7 +156,7 @@ def _kind(launch: str) -> str:
     return launch.partition(":")[0]
 
 
-def _tells_all(launch: str) -> bool:
+def _id_is_global(launch: str) -> bool:
     """Whether all ranks of a launch have this very id, so that another id is another launch."""
     return _kind(launch) not in ("", "agent", "parent")
 

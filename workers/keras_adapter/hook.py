@@ -20,13 +20,13 @@ from typing import Any
 import tensorflow as tf
 
 from smdist.errors import ConfigurationError
+from smdist.format.manifest import rank_saves
 from smdist.identity import ModeKeys
 from smdist.workers.hook.capture_session import CaptureSession
 from smdist.workers.hook.core import HookCore
 from smdist.workers.hook.process_settings import ProcessSettings
 from smdist.workers.hook.recorder import Recorder
 from smdist.workers.hook.step_listener import StepListener
-from smdist.workers.join.enrol import saves
 from smdist.workers.keras_adapter.model_building import is_keras_3
 from smdist.workers.keras_adapter.phases import Phases
 from smdist.workers.keras_adapter.recording import Recording
@@ -187,7 +187,7 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
             return
         first, world = process.rank * count, process.world_size * count
         wanted = core.config.include_workers
-        own, *others = [r for r in range(count) if saves(first + r, wanted)] or [0]
+        own, *others = [r for r in range(count) if rank_saves(first + r, wanted)] or [0]
         core.session.assign_rank(first + own, world)
         replicas = self._recording.replicas
         replicas.first_index = own

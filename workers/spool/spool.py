@@ -80,7 +80,7 @@ class UploadOptions(msgspec.Struct, frozen=True):
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """What the rank's entering of the run depends on, beside its session (workers/join/enrol.py)."""
+    """What the rank's entering of the run depends on, beside its session (workers/join/enrolment.py)."""
 
     began: float  # when the training process started
     resume: bool

@@ -9,8 +9,8 @@ The last manifest that a killed uploader sent may arrive late: while its success
 be is known, n + 1: an uploader sends one after the answer to the one before. So
 
 - segments of n + 1 are left alone until the successor's own manifest n + 1 is in the store;
-- if the late one is there first, it counts, and the successor starts over behind it (`Overtaken`);
-- where a server ignores conditions, it may replace the successor's: `confirm` puts that back.
+- if the late one is there first, it counts, and the successor starts over behind it (`LateManifestFound`);
+- where a server ignores conditions, it may replace the successor's: `verify_before_exit` puts that back.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import msgspec
 
@@ -38,19 +38,18 @@ from smdist.format.manifest import (
 from smdist.format.segment import mark_continued
 from smdist.format.stored_json import decode, encode, read
 from smdist.identity import worker_name
-from smdist.storage.store import Buffer, Store
+from smdist.storage.store import Buffer, HasUploads, Store
 from smdist.workers.spool.ack_page import AckPage
 from smdist.workers.spool.spool import UNKNOWN_ATTEMPT
 from smdist.workers.upload.batch import Batch
 from smdist.workers.upload.manifest_spans import take_back
-from smdist.workers.upload.retry import Conflict, Patience
-from smdist.workers.upload.run_guard import Place
+from smdist.workers.upload.retry import ForeignObject, Retrier
+from smdist.workers.upload.run_guard import RunGuard
 
 __all__ = [
     "Committer",
     "Ending",
-    "HasParts",
-    "Overtaken",
+    "LateManifestFound",
     "ResumePoint",
     "resume_point",
     "sweep_dangling",
@@ -62,7 +61,7 @@ _LOOK_S = 60.0  # between two looks whether the run is still there, if nothing f
 _SUFFIX = ".safetensors"
 
 
-class Overtaken(Conflict):
+class LateManifestFound(ForeignObject):
     """A manifest that our predecessor sent has arrived. It counts: go on behind it."""
 
 
@@ -98,7 +97,7 @@ async def resume_point(store: Store, session: Session, *, tidy: bool = True) -> 
     if last is None:
         point = ResumePoint(0, 0, None)
     elif last.session != session.session:
-        raise Conflict(
+        raise ForeignObject(
             f"{store.url} has manifests of {worker}, attempt {attempt}, from another process "
             f"(session {last.session}); choose another out_dir, or resume=True"
         )
@@ -131,26 +130,11 @@ async def _sweep_uploads(store: Store, worker: str, attempt: int) -> None:
                 await store.sweep_uploads(f"{folder}/{worker}/{attempt:06d}")
 
 
-async def sweep_dangling(store: Store, session: Session, patience: Patience) -> None:
+async def sweep_dangling(store: Store, session: Session, retrier: Retrier) -> None:
     """After the last put: uploads of which the store is not sure that they ended."""
-    if getattr(store, "dangling_uploads", False):
+    if isinstance(store, HasUploads) and store.dangling_uploads:
         worker, attempt = worker_name(session.rank), session.attempt
-        await patience.insist("tidying the store", lambda: _sweep_uploads(store, worker, attempt))
-
-
-@runtime_checkable
-class HasUploads(Protocol):
-    """A store in which a killed writer may leave uploads that no listing shows."""
-
-    async def sweep_uploads(self, prefix: str) -> int: ...
-
-
-@runtime_checkable
-class HasParts(Protocol):
-    """A store that puts large objects in parts; a put that takes long shows here that it goes on."""
-
-    @property
-    def parts_stored(self) -> int: ...
+        await retrier.run("tidying the store", lambda: _sweep_uploads(store, worker, attempt))
 
 
 class Committer:
@@ -161,30 +145,32 @@ class Committer:
         store: Store,
         session: Session,
         ack_page: AckPage,
-        patience: Patience,
+        retrier: Retrier,
         start: ResumePoint,
         attach_bytes: int = 0,
         note: Callable[[RankManifest], None] = lambda _manifest: None,
         *,
         succeeds: bool = False,
-        place: Place | None = None,
+        guard: RunGuard | None = None,
     ) -> None:
         """`note` is told each manifest once it is in the store. `succeeds`: somebody was before us."""
-        self._place, self._failures = place, patience.failures
+        self._guard, self._failures = guard, retrier.failures
         self._seen_at = time.monotonic()
-        self.losses = 0  # how often the run was found to be removed
-        self._again: dict[str, bytes] = {}  # what later manifests need: layouts, what was described
+        self.run_removals = 0  # how often the run was found to be removed
+        self._republish: dict[
+            str, bytes
+        ] = {}  # what later manifests need: layouts, what was described
         self._troubles: list[str] = []
         self._note = note
         self._start, self._succeeds = start, succeeds
-        self._endangered = [start.last] if succeeds and start.last is not None else []
+        self._overwritable = [start.last] if succeeds and start.last is not None else []
         self._own: set[str] = set()  # segments
         steps = start.last.steps if start.last is not None else ()
         self._begun = {(entry.mode, entry.mode_step) for entry in steps if not entry.closed}
         self.store, self._session = store, session
         self._attach_bytes = attach_bytes
         self.last_commit_at = float("-inf")  # monotonic
-        self._ack_page, self._patience = ack_page, patience
+        self._ack_page, self._retrier = ack_page, retrier
         self._worker = worker_name(session.rank)
         self.seq = start.seq
         self._layouts: set[str] = set()  # in the store, or on their way in an earlier batch
@@ -205,7 +191,7 @@ class Committer:
         layouts = {k: v for k, v in batch.segment.layouts.items() if k not in self._layouts}
         self._layouts.update(layouts)
         objects = {layout_key(key): layout.to_json() for key, layout in layouts.items()}
-        self._again.update(objects)
+        self._republish.update(objects)
         before = self._tasks[-1] if self._tasks else None
         commit = self._commit(batch, objects, before, ending)
         task = asyncio.get_running_loop().create_task(commit)
@@ -238,7 +224,7 @@ class Committer:
         before: asyncio.Task[Batch] | None,
         ending: Ending | None,
     ) -> Batch:
-        losses = self.losses
+        removals = self.run_removals
         for key, data in layouts.items():
             await self._put(key, (data,))
         apart = not can_embed(batch.segment, self._attach_bytes)
@@ -250,17 +236,17 @@ class Committer:
                 raise asyncio.CancelledError  # the owner meets the reason at `before`
         for described in batch.news.described:
             key, data = self._described(described.key, described.data)
-            self._again[key] = data
+            self._republish[key] = data
             await self._put(key, (data,))
         if ending is not None:  # what is found missing now can still be told in the run
-            await self._patience.insist("reading the store", self._see_to_the_run)
+            await self._retrier.run("reading the store", self._check_run_exists)
         manifest = self._manifest(batch, ending or Ending("active", ""))
         manifest = manifest if apart else embed_segment(manifest, batch.segment)
         await self._put_manifest(manifest)
         unseen_s = time.monotonic() - self._seen_at
-        if self._patience.failures != self._failures or unseen_s >= _LOOK_S:
-            await self._patience.insist("reading the store", self._see_to_the_run)
-        if self.losses != losses and batch.segment.chunks and apart:
+        if self._retrier.failures != self._failures or unseen_s >= _LOOK_S:
+            await self._retrier.run("reading the store", self._check_run_exists)
+        if self.run_removals != removals and batch.segment.chunks and apart:
             await self._put(batch.segment.key, batch.segment.chunks)
         self._note(manifest)
         closed = sum(entry.closed for entry in batch.segment.entries)
@@ -275,11 +261,13 @@ class Committer:
         """Our own manifest is in the place of one that may still arrive: that one names nothing now."""
         since_start = manifest.seq - self._start.seq
         if since_start == 0:
-            self._endangered.append(manifest)
-            with contextlib.suppress(StoreError):  # it harms nobody, and `confirm` comes back to it
+            self._overwritable.append(manifest)
+            with contextlib.suppress(
+                StoreError
+            ):  # it harms nobody, and `verify_before_exit` comes back to it
                 await self._remove_others()
         elif since_start == 1:
-            with contextlib.suppress(StoreError):  # `confirm` comes back to it
+            with contextlib.suppress(StoreError):  # `verify_before_exit` comes back to it
                 await self._restore()
 
     def _described(self, key: str, data: bytes) -> tuple[str, bytes]:
@@ -291,32 +279,32 @@ class Committer:
         key = sampling_changes_key(self._worker, attempt)
         return key, encode(msgspec.structs.replace(thinned, attempt=attempt), key)
 
-    async def _see_to_the_run(self) -> None:
+    async def _check_run_exists(self) -> None:
         """Without run and session nobody finds what we put: looked at now and then, when something
         failed, and at the end."""
-        failures = self._patience.failures
-        if self._place is not None and not await self._place.is_whole():
-            await self._place.restore()
-            for key, data in list(self._again.items()):
+        failures = self._retrier.failures
+        if self._guard is not None and not await self._guard.is_present():
+            await self._guard.restore()
+            for key, data in list(self._republish.items()):
                 await self.store.put(key, (data,))
-            self.losses += 1
+            self.run_removals += 1
             message = (
                 f"{self.store.url} was emptied while the job ran: what was stored there before is "
                 "gone. The run is begun anew there; what is stored from now on can be read"
             )
             self._troubles.append(message)
-            self._patience.say(message)
+            self._retrier.say(message)
         self._failures, self._seen_at = failures, time.monotonic()
 
-    async def confirm(self) -> None:
+    async def verify_before_exit(self) -> None:
         """Before the end: what a late request of a predecessor may have replaced is what we put."""
-        await self._patience.insist("reading the store", self._see_to_the_run)
+        await self._retrier.run("reading the store", self._check_run_exists)
         if self._succeeds:
-            await self._patience.insist("reading the store", self._restore)
-            await self._patience.insist("tidying the store", self._remove_others)
+            await self._retrier.run("reading the store", self._restore)
+            await self._retrier.run("tidying the store", self._remove_others)
 
     async def _restore(self) -> None:
-        for manifest in self._endangered:
+        for manifest in self._overwritable:
             key = manifest_key(self._worker, manifest.attempt, manifest.seq)
             try:
                 found = await read(self.store, key, RankManifest)
@@ -340,7 +328,7 @@ class Committer:
         return await self.store.list(f"segments/{self._worker}/{attempt:06d}-", after=after)
 
     async def _put(self, key: str, data: tuple[Buffer, ...]) -> None:
-        await self._patience.insist("writing to the store", lambda: self.store.put(key, data))
+        await self._retrier.run("writing to the store", lambda: self.store.put(key, data))
 
     async def _put_manifest(self, manifest: RankManifest) -> None:
         key = manifest_key(self._worker, manifest.attempt, manifest.seq)
@@ -358,15 +346,15 @@ class Committer:
                 if found != data:
                     raise self._not_ours(key, found) from error
 
-        await self._patience.insist("writing to the store", put)
+        await self._retrier.run("writing to the store", put)
 
-    def _not_ours(self, key: str, found: bytes) -> Conflict:
+    def _not_ours(self, key: str, found: bytes) -> ForeignObject:
         text = f"{key} in {self.store.url} was written by another process"
         with contextlib.suppress(CorruptObject):
             manifest = decode(found, RankManifest, key)
             if manifest.session == self._session.session and self._succeeds:
-                return Overtaken(text)
-        return Conflict(text)
+                return LateManifestFound(text)
+        return ForeignObject(text)
 
     def _manifest(self, batch: Batch, ending: Ending) -> RankManifest:
         session, news = self._session, batch.news

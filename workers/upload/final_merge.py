@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from smdist.errors import AlreadyCoordinated, SmdistError, Superseded
+from smdist.format.intervals import Members
 from smdist.format.manifest import Session
 from smdist.storage.store import Store
 
@@ -60,7 +61,7 @@ async def merge_if_last(store: Store, rank: Rank) -> str:
 async def _ended_sessions(store: Store, rank: Rank) -> int:
     """How many sessions the run has, if it is worth asking and all of them have a summary; else 0."""
     session = rank.session
-    expected = {(session.attempt, number) for number in session.expected_ranks()}
+    expected = {(session.attempt, number) for number in Members(session.expected_ranks())}
     if session.attempt == 0 and len(expected) + rank.layouts < _WORTH:
         return 0
     ended = _owners(await store.list("summaries/"))

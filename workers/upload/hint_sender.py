@@ -35,7 +35,7 @@ class Announcer:
     def __init__(
         self,
         store: Store,
-        run_id: str,
+        run_id: Callable[[], str],
         session: Session,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -85,7 +85,7 @@ class Announcer:
 
     async def _send(self, post: InboxRecord, seq: int) -> None:
         session = self._session
-        hint = Hint(post.token, self._run_id, worker_name(session.rank), session.attempt, seq)
+        hint = Hint(post.token, self._run_id(), worker_name(session.rank), session.attempt, seq)
         _, writer = await asyncio.open_connection(post.host, post.port)
         try:
             writer.write(msgspec.json.encode(hint) + b"\n")

@@ -25,11 +25,11 @@ import smdist
 from smdist.workers.spool.ack_page import AckPage
 from smdist.workers.spool.spool import Spool
 
-__all__ = ["LEFT_BEHIND", "REFUSED", "Supervisor", "uploader_command"]
+__all__ = ["EXIT_DATA_PENDING", "EXIT_RANK_REJECTED", "Supervisor", "uploader_command"]
 
 # Exit codes; the spool is kept for `smdist recover`.
-LEFT_BEHIND = 75  # the store stayed closed
-REFUSED = 76  # this rank has no part in the run that is there
+EXIT_DATA_PENDING = 75  # the store stayed closed
+EXIT_RANK_REJECTED = 76  # this rank has no part in the run that is there
 
 _START_S = 60.0
 _RAPID_S = 5.0
@@ -161,10 +161,10 @@ class Supervisor:
             self._pid = 0
             if code == 0 or not self._spool.path.exists():
                 return
-            if code == LEFT_BEHIND:
+            if code == EXIT_DATA_PENDING:
                 self._trouble(f"the uploader gave up; run `smdist recover {self._spool.path}`")
                 return
-            if code == REFUSED:
+            if code == EXIT_RANK_REJECTED:
                 self.refused = self._word()
                 self._trouble(
                     f"{self.refused}. Nothing more is saved; what was captured so far is "

@@ -89,7 +89,7 @@ def recover(
     It goes where the training process found its place, and only if the run of that process is there.
     `force`: the training process is surely gone, though it ran where this cannot be seen, and the place
     is the right one, though the run is not there or has a later start of this rank in it. Raises
-    SpoolBusy or TrainerAlive when it must not be touched, GaveUp when the store refuses, Refused when
+    SpoolBusy or TrainerAlive when it must not be touched, RetryDeadlineExceeded when the store refuses, RankRejected when
     it holds another run, NotPrivate when others could have written it, SpoolUnavailable when it is no
     spool.
     """

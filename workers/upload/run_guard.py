@@ -1,80 +1,252 @@
-"""Whether the store still is where this rank entered its run, and has what readers begin with.
+"""Join the run for this rank, and make sure that the run stays where readers look for it.
 
-A shell may name another server for the same URL, and a bucket or folder can be removed and made
-anew while a job writes to it. Without `run.json` and the session nobody finds what is put there.
+The uploader calls `join` first, once per start. The committer calls `is_present` once a minute, after
+failures, and before the end. Without `run.json` and the session readers do not find what a rank stores.
+
+- A shell may name another server for the same URL; `smdist recover` must not write there.
+- A bucket or folder can be removed and made again while a job writes to it.
+- On servers that ignore conditional puts a slow rank may replace `run.json` after this rank has joined
+  (`workers/join/enrolment.py`). `follow_run` then stores the session again with the id that is there.
+  Where our own session is, the run is ours, whatever its id.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
+import time
+from collections.abc import Callable
 
-from smdist.errors import CorruptObject, ObjectExists, ObjectNotFound, StoreForbidden
+from msgspec.structs import replace
+
+from smdist.errors import (
+    ConfigurationError,
+    CorruptObject,
+    ObjectExists,
+    ObjectNotFound,
+    StoreForbidden,
+)
 from smdist.format.manifest import RUN_KEY, Run, Session, session_key
-from smdist.format.stored_json import decode, encode
+from smdist.format.stored_json import encode, read
 from smdist.identity import worker_name
-from smdist.storage.store import Store
-from smdist.workers.upload.retry import Conflict
+from smdist.processes import is_alive
+from smdist.storage.store import MayIgnoreConditions, Store
+from smdist.workers.join.enrolment import join_run
+from smdist.workers.spool.ack_page import AckPage
+from smdist.workers.spool.spool import Spool
+from smdist.workers.upload.retry import ForeignObject, Retrier
 
-__all__ = ["Misplaced", "Place", "Refused"]
+__all__ = ["RankRejected", "RunGuard", "RunNotAtThisLocation", "join"]
+
+# Longer than the longest pause between two tries of the uploader that we wait for.
+_EARLIER_SPOOLS_S, _POLL_S = 15.0, 0.05
+_FOLLOW_AFTER_S = (
+    0.5,
+    1.0,
+    2.0,
+    4.0,
+    8.0,
+    16.0,
+    32.0,
+)  # between looks at a run that may be replaced
 
 
-class Refused(Conflict):
+class RankRejected(ForeignObject):
     """This rank has no part in the run that is there, and never will."""
 
 
-class Misplaced(Refused):
-    """The run that this rank entered is not here."""
+class RunNotAtThisLocation(RankRejected):
+    """The run that this rank joined is not here."""
 
 
-class Place:
-    def __init__(self, store: Store, run: Run, session: Session) -> None:
-        self._store, self._run, self._session = store, run, session
+class RunGuard:
+    """Checks the run and the session of one rank. Used on the uploader's event loop.
+
+    `renamed` is called after the session was stored with another run id.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        run: Run,
+        session: Session,
+        renamed: Callable[[Run, Session], None] = lambda _run, _session: None,
+    ) -> None:
+        self._store, self._renamed = store, renamed
+        self.run, self.session = run, session
         self._session_key = session_key(worker_name(session.rank), session.attempt)
 
-    async def is_whole(self) -> bool:
-        """False: what this rank put there when it entered was removed. Misplaced: there is another.
+    @property
+    def contested(self) -> bool:
+        """Return whether another rank may replace `run.json`, as the server may ignore conditions."""
+        return isinstance(self._store, MayIgnoreConditions) and self._store.ignores_conditions
 
-        Where our session is, we are at home, whatever the run is called: on servers that ignore
-        conditions a slower rank may have replaced `run.json` just after we had read it.
+    async def is_present(self) -> bool:
+        """Return whether `run.json` and our session are there; False if they were removed.
+
+        Raises RunNotAtThisLocation if another run, or another process of this rank, is there.
         """
         try:
-            run, session = await self._read(RUN_KEY), await self._read(self._session_key)
-        except StoreForbidden:  # who may write and not read has to trust
+            run, session = (
+                await self._read(RUN_KEY, Run),
+                await self._read(self._session_key, Session),
+            )
+        except StoreForbidden:  # credentials may allow to write and not to read
             return True
-        if session is not None:
-            self._must_be(session, self._session_key, Session, "session", self._session.session)
+        if isinstance(session, Session):
+            self._verify("session", session.session, self.session.session)
+        elif session is not None:
+            self._verify("session", "not readable", self.session.session)
+        elif isinstance(run, Run):
+            self._verify("run_id", run.run_id, self.run.run_id)
         elif run is not None:
-            self._must_be(run, RUN_KEY, Run, "run_id", self._run.run_id)
+            self._verify("run_id", "not readable", self.run.run_id)
+        if (
+            isinstance(run, Run)
+            and isinstance(session, Session)
+            and not run.run_id == session.run_id == self.session.run_id
+        ):
+            await self._adopt(run)
+            await self.follow_run()
         return run is not None and session is not None
 
-    async def _read(self, key: str) -> bytes | None:
-        try:
-            return await self._store.get(key)
-        except ObjectNotFound:
-            return None
+    async def follow_run(self) -> bool:
+        """Store the session again if `run.json` names another run by now; return whether it did.
 
-    def _must_be(
-        self, data: bytes, key: str, kind: type[Run | Session], field: str, own: str
-    ) -> None:
-        try:
-            found = getattr(decode(data, kind, key), field)
-        except CorruptObject:
-            found = "not readable"
-        if found != own:
-            raise Misplaced(
-                f"{self._store.url} holds another run, or another process's part of it ({field} "
-                f"{found}, not {own}): is it the place that the job wrote to?"
-            )
+        Reads `run.json` again after each put: the last of several writers has seen the last `run.json`.
+        """
+        followed = False
+        while True:
+            run = await self._read(RUN_KEY, Run)
+            if not isinstance(run, Run) or run.run_id == self.session.run_id:
+                return followed
+            session = await self._read(self._session_key, Session)
+            if not isinstance(session, Session) or session.session != self.session.session:
+                return followed  # the run was removed, or is another one: see `is_present`
+            await self._adopt(run)
+            followed = True
+
+    async def follow_contested_run(self, stopping: asyncio.Event) -> None:
+        """Look at `run.json` several times within the first minute, if another rank may replace it."""
+        for pause_s in _FOLLOW_AFTER_S if self.contested else ():
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(stopping.wait(), pause_s)
+            if stopping.is_set():
+                return
+            with contextlib.suppress(Exception):  # the next look, or the last one, finds it
+                await self.follow_run()
 
     async def restore(self) -> None:
-        with contextlib.suppress(ObjectExists):  # another rank was quicker, or another run
-            await self._store.put(RUN_KEY, (encode(self._run, RUN_KEY),), if_absent=True)
-        key = self._session_key
-        await self._store.put(key, (encode(self._session, key),))
+        """Store `run.json` and the session again after they were removed."""
+        with contextlib.suppress(ObjectExists):  # another rank was faster, or another run
+            await self._store.put(RUN_KEY, (encode(self.run, RUN_KEY),), if_absent=True)
+        await self._put_session()
 
-    def absent(self) -> Misplaced:
-        return Misplaced(
-            f"{self._store.url} holds no run {self._run.run_id} of this rank: the job wrote to another "
-            "place of that name, or the run was removed there. Check AWS_ENDPOINT_URL, AWS_PROFILE "
-            "and the bucket; --force begins the run anew there with what is left"
+    def not_found_error(self) -> RunNotAtThisLocation:
+        return RunNotAtThisLocation(
+            f"Run {self.run.run_id} of this rank is not at {self._store.url}. Either the job used another "
+            "endpoint or profile (check AWS_ENDPOINT_URL, AWS_PROFILE) or the run was deleted. Use --force "
+            "to recreate it here from the remaining data"
         )
+
+    async def _adopt(self, run: Run) -> None:
+        self.run, self.session = run, replace(self.session, run_id=run.run_id)
+        await self._put_session()
+        self._renamed(self.run, self.session)
+
+    async def _put_session(self) -> None:
+        await self._store.put(self._session_key, (encode(self.session, self._session_key),))
+
+    async def _read(
+        self, key: str, kind: type[Run | Session]
+    ) -> Run | Session | CorruptObject | None:
+        """Return what is stored at `key`, None if nothing is; the error if it cannot be read."""
+        try:
+            return await read(self._store, key, kind)
+        except ObjectNotFound:
+            return None
+        except CorruptObject as error:
+            return error
+
+    def _verify(self, field: str, found: str, own: str) -> None:
+        if found != own:
+            raise RunNotAtThisLocation(
+                f"{self._store.url} holds another run, or another process of this rank ({field} {found}, "
+                f"not {own}). Check that the job wrote to this location"
+            )
+
+
+async def join(
+    store: Store,
+    spool: Spool,
+    retrier: Retrier,
+    say: Callable[[str], None],
+    *,
+    is_right_location: bool,
+) -> RunGuard | None:
+    """Join the run for the rank of `spool`, or check that the run it joined before is still there.
+
+    `is_right_location`: recreate the run if it is gone. Returns None for a spool without the facts needed
+    to join. Raises RankRejected, RetryDeadlineExceeded.
+    """
+    joined_before = spool.info.entered
+    if not joined_before:
+        if spool.info.entry is None:
+            return None
+        await retrier.run("joining the run", lambda: _join(store, spool))
+    guard = RunGuard(store, spool.info.run, spool.info.session, spool.enter)
+    if joined_before:
+        check = functools.partial(_check_present, guard, store, say, is_right_location)
+        await retrier.run("reading the store", check)
+    return guard
+
+
+async def _check_present(
+    guard: RunGuard, store: Store, say: Callable[[str], None], is_right_location: bool
+) -> None:
+    if await guard.is_present():
+        return
+    if not is_right_location:
+        raise guard.not_found_error()
+    await guard.restore()
+    say(f"{store.url} was emptied while the job ran. The run was created there again")
+
+
+async def _join(store: Store, spool: Spool) -> None:
+    await _wait_for_earlier_spools(store, spool)
+    assert spool.info.entry is not None
+    try:
+        joined = await join_run(store, spool.info.session, spool.info.entry)
+    except ConfigurationError as error:
+        raise RankRejected(f"{type(error).__name__}: {error}") from error
+    spool.enter(joined.run, joined.session)
+
+
+async def _wait_for_earlier_spools(store: Store, spool: Spool) -> None:
+    """Let the uploaders of earlier processes of this rank join first: attempts are numbered in order."""
+    if not _has_earlier_uploader(spool):
+        return
+    with contextlib.suppress(ObjectNotFound):  # while the store is down, it is down for all of them
+        await store.get(RUN_KEY)
+    deadline = time.monotonic() + _EARLIER_SPOOLS_S
+    while _has_earlier_uploader(spool) and time.monotonic() < deadline:  # noqa: ASYNC110
+        await asyncio.sleep(_POLL_S)
+
+
+def _has_earlier_uploader(spool: Spool) -> bool:
+    return any(_has_live_uploader(earlier) for earlier in spool.earlier_spools())
+
+
+def _has_live_uploader(spool: Spool) -> bool:
+    """Return whether an uploader works on `spool`, or its training process may start one."""
+    try:
+        ack_page = AckPage(spool.path / "ack_page")
+    except OSError:  # it is gone
+        return False
+    try:
+        uploader = ack_page.uploader_pid
+    finally:
+        ack_page.close()
+    trainer = spool.info.trainer_pid, spool.info.trainer_start
+    return bool(uploader and is_alive(uploader)) or is_alive(*trainer)

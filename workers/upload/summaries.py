@@ -59,7 +59,7 @@ class Summary:
     """Used on one event loop."""
 
     def __init__(self, session: Session) -> None:
-        self._session, self._worker = session, worker_name(session.rank)
+        self.session, self._worker = session, worker_name(session.rank)
         self._told: dict[int, bytes] = {}  # by seq, as JSON: entries by the thousand are small so
         self._carrying: dict[int, int] = {}  # of these, what is attached to them, in bytes
         self._attached = self._nbytes = 0  # of all, so far
@@ -110,7 +110,7 @@ class Summary:
             if sum(self._carrying[seq] for seq in carrying) > _MOST_ATTACHED:
                 self._settle(carrying)
             if sum(len(self._told[seq]) for seq in seqs) <= _MOST_SPAN_BYTES:
-                key = span_key(self._worker, self._session.attempt, *span)
+                key = span_key(self._worker, self.session.attempt, *span)
                 return Made(key, encode({"manifests": self._raw(seqs)}, key))
         return None
 
@@ -132,8 +132,8 @@ class Summary:
             told.update({seq: self._bare(seq, told[seq]) for seq in carrying})
         # In pieces: in one it would take as much memory again.
         parts = [part for seq in range(count) for part in (b",", told[seq])][1:]
-        head = b'{"session":' + msgspec.json.encode(self._session) + b',"manifests":['
-        key = summary_key(self._worker, self._session.attempt)
+        head = b'{"session":' + msgspec.json.encode(self.session) + b',"manifests":['
+        key = summary_key(self._worker, self.session.attempt)
         await store.put(key, encode_parts((head, *parts, b"]"), key))
 
     async def _read_back(
@@ -156,7 +156,7 @@ class Summary:
 
     async def _read(self, store: Store, span: ManifestSpan) -> dict[int, Buffer]:
         """By seq, as JSON. Of a span that is missing or strange nothing."""
-        attempt = self._session.attempt
+        attempt = self.session.attempt
         if span.length == 1:
             manifest = await read(
                 store, manifest_key(self._worker, attempt, span.first), RankManifest
@@ -167,14 +167,14 @@ class Summary:
             names = [msgspec.json.decode(raw, type=_Name) for raw in found]
         except (ObjectNotFound, CorruptObject, msgspec.DecodeError):
             return {}
-        session = self._session
+        session = self.session
         wanted = [_Name(session.session, session.rank, attempt, seq) for seq in range(*span)]
         if names != wanted:
             return {}
         return {seq: memoryview(raw) for seq, raw in zip(range(*span), found, strict=True)}
 
     async def exists(self, store: Store) -> bool:
-        key = summary_key(self._worker, self._session.attempt)
+        key = summary_key(self._worker, self.session.attempt)
         return key in await store.list(key)
 
     # -- what is kept ----------------------------------------------------------------------------

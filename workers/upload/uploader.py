@@ -6,7 +6,7 @@
 It wakes when the doorbell rings, when a batch is old enough, when one has been committed, and when
 the training process dies. It ends after `End`, or after that death, once everything is stored; the
 last one of a run merges it then (workers/upload/final_merge.py). Exit
-codes: 0 (the spool is gone then), LEFT_BEHIND (the store stayed closed), REFUSED (this rank has no
+codes: 0 (the spool is gone then), EXIT_DATA_PENDING (the store stayed closed), EXIT_RANK_REJECTED (this rank has no
 part in the run that is there; the acknowledgement page says why), others are accidents.
 """
 
@@ -36,7 +36,8 @@ from smdist.limits import MAX_UNCOMMITTED_SEGMENTS
 from smdist.messages import printable, readable_bytes
 from smdist.processes import is_alive, is_stopped, watch_exit
 from smdist.storage import open_store
-from smdist.storage.store import Store
+from smdist.storage.store import HasParts, Store
+from smdist.workers.join.enrolment import store_run_id
 from smdist.workers.spool.ack_page import AckPage
 from smdist.workers.spool.journal import JournalReader
 from smdist.workers.spool.private_files import open_file
@@ -46,20 +47,18 @@ from smdist.workers.upload.batching import decide
 from smdist.workers.upload.commit import (
     Committer,
     Ending,
-    HasParts,
-    Overtaken,
+    LateManifestFound,
     ResumePoint,
     resume_point,
     sweep_dangling,
 )
-from smdist.workers.upload.entering import enter_run
 from smdist.workers.upload.final_merge import Rank, merge_if_last, not_merged
 from smdist.workers.upload.hint_sender import Announcer
 from smdist.workers.upload.intake import Intake
 from smdist.workers.upload.manifest_spans import Rolling
-from smdist.workers.upload.process import LEFT_BEHIND, REFUSED
-from smdist.workers.upload.retry import GaveUp, Patience
-from smdist.workers.upload.run_guard import Place, Refused
+from smdist.workers.upload.process import EXIT_DATA_PENDING, EXIT_RANK_REJECTED
+from smdist.workers.upload.retry import Retrier, RetryDeadlineExceeded
+from smdist.workers.upload.run_guard import RankRejected, RunGuard, join
 from smdist.workers.upload.summaries import Summary
 
 __all__ = ["Uploader", "main"]
@@ -68,7 +67,7 @@ _MOST_IN_FLIGHT = MAX_UNCOMMITTED_SEGMENTS  # batches, each mostly one request; 
 _BREATH_S = 0.005  # between two looks at the journal, however often the bell rings
 _LOOK_S = 1.0  # look at least so often: parts of an open step ring no bell
 _DEADLINE_S = (
-    10.0  # of one request and its retries; patience, which tells the user, goes on from there
+    10.0  # of one request and its retries; retrier, which tells the user, goes on from there
 )
 _SUMMARY_S = 30.0
 _MERGE_S = 60.0
@@ -105,10 +104,10 @@ class Uploader:
     def _begin(self) -> None:
         """A life: everything that is known of the store is still to be learnt."""
         self._ack_page = AckPage(self._spool.path / "ack_page")
-        self._place: Place | None = None
+        self._guard: RunGuard | None = None
         self._intake = Intake(self._info)
         self._arenas = Arenas(self._spool)
-        self._patience = Patience(self._ack_page, self._say, self._pending_bytes)
+        self._retrier = Retrier(self._ack_page, self._say, self._pending_bytes)
         self._wake = asyncio.Event()
         self._gone = asyncio.Event()  # the training process
         self._stopping = asyncio.Event()
@@ -124,22 +123,22 @@ class Uploader:
         if self._merging is not None:
             self._merging.cancel()
         if self.hurries > 1:
-            self._patience.stop()
+            self._retrier.stop()
         self._wake.set()
 
     async def run(self, *, trainer_gone: bool = False) -> Ending:
         """How the rank ended. `trainer_gone`: the caller knows that, whatever runs by its number.
 
-        GaveUp when the store refused, or said nothing, for the whole of the deadline; Conflict when
-        it is not ours, Refused when that cannot change.
+        RetryDeadlineExceeded when the store refused, or said nothing, for the whole of the deadline; ForeignObject when
+        it is not ours, RankRejected when that cannot change.
         """
         while True:
             try:
                 return await self._live(trainer_gone)
-            except Overtaken:  # noqa: PERF203
+            except LateManifestFound:  # noqa: PERF203
                 self._begin()
                 if self.hurries > 1:
-                    self._patience.stop()
+                    self._retrier.stop()
 
     async def _live(self, trainer_gone: bool) -> Ending:
         async with contextlib.AsyncExitStack() as afterwards:
@@ -169,28 +168,30 @@ class Uploader:
             watch = watch_exit(self._info.trainer_pid, self._info.trainer_start)
             self._gone = await stack.enter_async_context(watch)
         self._in_background(stack, self._mourn())
-        store = await self._patience.insist("opening the store", self._open_store)
+        store = await self._retrier.run("opening the store", self._open_store)
         afterwards.push_async_callback(store.close)
         await self._enter(store)
-        start = await self._patience.insist(
+        if self._guard is not None:
+            self._in_background(stack, self._guard.follow_contested_run(self._stopping))
+        start = await self._retrier.run(
             "reading the store",
             lambda: resume_point(store, self._info.session, tidy=succeeds),
         )
         if start.last is None or start.last.state == "active":
             self._in_background(stack, self._beat(store))
-            announcer = Announcer(store, self._info.run.run_id, self._info.session)
+            announcer = Announcer(store, lambda: self._spool.info.run.run_id, self._info.session)
             stack.push_async_callback(announcer.close)
             rolling = Rolling(store, self._summary)
             stack.push_async_callback(rolling.close)
             committer = self._make_committer(store, start, announcer, rolling, succeeds=succeeds)
             ending = await self._upload(committer, start, stack)
-            await committer.confirm()
+            await committer.verify_before_exit()
             await rolling.close()
         else:
             self._catch_up(start)
             ending = Ending(start.last.state, start.last.reason)
         await self._summarise(store, start)
-        await sweep_dangling(store, self._info.session, self._patience)
+        await sweep_dangling(store, self._info.session, self._retrier)
         self._ack_page.last_error, self._ack_page.uploader_pid = "", 0
         return store, ending
 
@@ -198,7 +199,9 @@ class Uploader:
         trusts, say = self._trusts, self._say
         heeding = asyncio.get_running_loop().create_task(self._heed_end())
         try:
-            self._place = await enter_run(store, self._spool, self._patience, say, trusts=trusts)
+            self._guard = await join(
+                store, self._spool, self._retrier, say, is_right_location=trusts
+            )
         finally:
             heeding.cancel()
             await asyncio.wait([heeding])
@@ -215,7 +218,7 @@ class Uploader:
                 await asyncio.sleep(0 if pieces else _HEED_S)
         finally:
             journal.close()
-        self._patience.give_up_after(self._options.drain_deadline_s)
+        self._retrier.set_idle_deadline(self._options.drain_deadline_s)
 
     async def _open_store(self) -> Store:
         place = self._info.place or self._info.out_dir
@@ -235,8 +238,10 @@ class Uploader:
 
         def note(manifest: RankManifest) -> None:
             nonlocal losses
-            if committer.losses != losses:  # it was put before, or after, the place was emptied
-                losses = committer.losses
+            if (
+                committer.run_removals != losses
+            ):  # it was put before, or after, the place was emptied
+                losses = committer.run_removals
                 self._summary.forget()
             else:
                 self._summary.note(manifest)
@@ -248,12 +253,12 @@ class Uploader:
             store,
             self._info.session,
             self._ack_page,
-            self._patience,
+            self._retrier,
             start,
             self._options.attach_bytes,
             note,
             succeeds=succeeds,
-            place=self._place,
+            guard=self._guard,
         )
         return committer
 
@@ -280,13 +285,21 @@ class Uploader:
 
     async def _summarise(self, store: Store, start: ResumePoint) -> None:
         """Leave readers one object instead of many. They can do without."""
-        if self._committer is not None and self._committer.losses:
+        if self._committer is not None and self._committer.run_removals:
             return  # we remember manifests that are no longer there
 
         async def write() -> None:
             count = start.seq if self._committer is None else self._committer.seq
-            if self._committer is not None or not await self._summary.exists(store):
+            written = self._committer is not None or not await self._summary.exists(store)
+            if written:
+                self._summary.session = self._spool.info.session
                 await self._summary.write(store, count)
+            # `run.json` may have been replaced before the summary was in the store.
+            while self._guard is not None and self._guard.contested:
+                if not await self._guard.follow_run() and written:
+                    break
+                written = True
+                await store_run_id(store, self._guard.session)
 
         bearable = (SmdistError, OSError, ValueError, asyncio.TimeoutError)
         with contextlib.suppress(*bearable):
@@ -324,7 +337,7 @@ class Uploader:
             gone, now = self._gone.is_set(), time.monotonic()
             whole = self._intake.read(journal, now)
             if self._intake.end is not None:
-                self._patience.give_up_after(self._options.drain_deadline_s)
+                self._retrier.set_idle_deadline(self._options.drain_deadline_s)
             self._acknowledge(committer, journal)
             if ending is not None and not committer.in_flight:
                 return ending
@@ -366,17 +379,17 @@ class Uploader:
 
     async def _prepare(self, pieces: Sequence[Piece], seq: int) -> Batch:
         """A batch of all `pieces`, or of as many as come before one that makes no sense."""
-        run_id, session = self._info.run.run_id, self._info.session
+        run_id, session = self._spool.info.run.run_id, self._info.session
         whose = (run_id, session, seq, self._life)
         while True:
             work = functools.partial(prepare, pieces, self._arenas, *whose)
             try:
-                return await self._patience.insist(
+                return await self._retrier.run(
                     "reading the spool",
                     lambda work=work: asyncio.to_thread(work),  # type: ignore[misc]
-                    only=(OSError, MemoryError),
+                    retry_on=(OSError, MemoryError),
                 )
-            except GaveUp:
+            except RetryDeadlineExceeded:
                 raise
             except Exception as error:  # noqa: BLE001 - no record may stop those behind it
                 if len(pieces) > 1:
@@ -391,9 +404,9 @@ class Uploader:
 
     async def _sleep(self, store: Store, doorbell: Doorbell, wake_at: float | None) -> None:
         if isinstance(store, HasParts):
-            self._patience.moved(store.parts_stored)
-        if self._patience.over:
-            raise GaveUp(self._ack_page.last_error or self._silence())
+            self._retrier.note_progress(store.parts_stored)
+        if self._retrier.expired:
+            raise RetryDeadlineExceeded(self._ack_page.last_error or self._silence())
         wait_s = _LOOK_S if wake_at is None else min(wake_at - time.monotonic(), _LOOK_S)
         loop = asyncio.get_running_loop()
         loop.add_reader(doorbell, self._wake.set)
@@ -427,7 +440,7 @@ class Uploader:
 
     async def _mourn(self) -> None:
         await self._gone.wait()
-        self._patience.give_up_after(self._options.drain_deadline_s)
+        self._retrier.set_idle_deadline(self._options.drain_deadline_s)
         self._wake.set()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._stopping.wait(), _DETACH_S)
@@ -464,9 +477,9 @@ class Uploader:
         try:
             await store.put(key, (encode(beat, key),))
         except Exception as error:  # noqa: BLE001 - the next one comes soon
-            self._patience.failed(key, "writing the heartbeat", error, tell=False)
+            self._retrier.failed(key, "writing the heartbeat", error, notify_user=False)
         else:
-            self._patience.succeeded(key)
+            self._retrier.succeeded(key)
 
 
 # -- the process ---------------------------------------------------------------------------------
@@ -505,16 +518,16 @@ def _work(spool: Spool) -> int:
         loop.add_signal_handler(signal.SIGTERM, uploader.hurry)
         try:
             loop.run_until_complete(uploader.run())
-        except GaveUp as error:
+        except RetryDeadlineExceeded as error:
             _say(worker, _left_behind(spool, str(error)))
             # Told to stop beside a living rank: its supervisor may start another one.
             again = uploader.hurries > 1 and is_alive(info.trainer_pid, info.trainer_start)
-            return 1 if again else LEFT_BEHIND
-        except Refused as error:
+            return 1 if again else EXIT_DATA_PENDING
+        except RankRejected as error:
             _leave_word(spool, str(error))
             if not is_alive(info.trainer_pid, info.trainer_start):  # else its hook tells it
                 _say(worker, _left_behind(spool, str(error)))
-            return REFUSED
+            return EXIT_RANK_REJECTED
     return 0
 
 

@@ -91,6 +91,12 @@ class S3Store:
         timeout_s = self._options.probe_timeout_s
         await asyncio.to_thread(probe, self._location, timeout_s=timeout_s)
 
+    @property
+    def ignores_conditions(self) -> bool:
+        """Return whether two conditional puts of a key may both succeed. Only AWS is known to be safe."""
+        connection = self._connection
+        return connection is None or not (connection.is_aws and connection.conditions)
+
     async def put(self, key: str, data: Sequence[Buffer], *, if_absent: bool = False) -> None:
         name = self._name(key)
         views = flat_views(data)

@@ -42,7 +42,7 @@ class Desk:
     def __post_init__(self) -> None:
         self.store = Life(MemoryStore("desk"))
         self.inbox = HintServer(self.hints.append, host="127.0.0.1")
-        self.announcer = Announcer(self.store, "run", SESSION, clock=lambda: self.time)
+        self.announcer = Announcer(self.store, lambda: "run", SESSION, clock=lambda: self.time)
 
     async def say(self, line: bytes) -> None:
         address = self.inbox.address

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smdist.format.manifest import Session
-from smdist.workers.join.attempt import LONG_BEFORE_S, Newcomer, choose_attempt, may_join
+from smdist.workers.join.attempt import LONG_BEFORE_S, StartingRank, choose_attempt, may_join
 
 
 def session(rank: int = 0, attempt: int = 0, **facts: object) -> Session:
@@ -28,7 +28,7 @@ def session(rank: int = 0, attempt: int = 0, **facts: object) -> Session:
     return Session(**(values | facts))  # type: ignore[arg-type]
 
 
-def me(rank: int = 0, **facts: object) -> Newcomer:
+def me(rank: int = 0, **facts: object) -> StartingRank:
     values: dict[str, object] = {
         "rank": rank,
         "world_size": 2,
@@ -38,7 +38,7 @@ def me(rank: int = 0, **facts: object) -> Newcomer:
         "restart": 0,
         "began": 1001.0,
     }
-    return Newcomer(**(values | facts))  # type: ignore[arg-type]
+    return StartingRank(**(values | facts))  # type: ignore[arg-type]
 
 
 # -- agreement, over histories of starts ---------------------------------------------------------
@@ -51,7 +51,7 @@ class Job:
     sessions: list[Session] = field(default_factory=list)
     now: float = 1000.0
 
-    def start(self, ranks: list[Newcomer]) -> set[int]:
+    def start(self, ranks: list[StartingRank]) -> set[int]:
         """Enrol these, in this order; the attempts they chose. All earlier processes are dead."""
         before = {s.session: s.host for s in self.sessions}
         began, chosen = self.now, set()
@@ -320,7 +320,9 @@ def test_ranks_run_one_after_the_other_by_one_parent_are_one_attempt() -> None:
         ),
     ],
 )
-def test_may_join(newcomer: Newcomer, found: list[Session], resume: bool, expected: bool) -> None:
+def test_may_join(
+    newcomer: StartingRank, found: list[Session], resume: bool, expected: bool
+) -> None:
     assert may_join(newcomer, found, resume=resume) is expected
 
 

@@ -25,7 +25,7 @@ from smdist.storage import Buffer, MemoryStore
 from smdist.workers.spool.ack_page import AckPage
 from smdist.workers.upload.batch import Batch, nothing
 from smdist.workers.upload.commit import Committer, Ending, ResumePoint, resume_point
-from smdist.workers.upload.retry import Conflict, GaveUp, Patience
+from smdist.workers.upload.retry import ForeignObject, Retrier, RetryDeadlineExceeded
 
 SESSION = Session("mine", 0, 1, 0, "all", 0.0, "host", 1, "")
 
@@ -69,8 +69,8 @@ def manifest(seq: int, upto: int, session: str = "mine") -> bytes:
 
 
 def committer(store: Watched, ack_page: AckPage) -> Committer:
-    patience = Patience(ack_page, lambda _text: None, lambda: 0)
-    return Committer(store, SESSION, ack_page, patience, ResumePoint(0, 0, None))
+    retrier = Retrier(ack_page, lambda _text: None, lambda: 0)
+    return Committer(store, SESSION, ack_page, retrier, ResumePoint(0, 0, None))
 
 
 async def turn_until(condition: Callable[[], bool]) -> None:
@@ -128,7 +128,7 @@ def test_a_manifest_of_somebody_else_is_not_replaced(ack_page: AckPage) -> None:
         done = asyncio.Event()
         work.launch(nothing(3, 0), None, done.set)
         await done.wait()
-        with pytest.raises(Conflict):
+        with pytest.raises(ForeignObject):
             work.finished()
         return await store.get(key)
 
@@ -150,19 +150,21 @@ def test_a_successor_that_cannot_look_again_goes_on(
             raise kind(self.url, prefix, "list", "not now")
 
     async def scenario() -> None:
-        patience = Patience(ack_page, lambda _text: None, lambda: 0)
-        patience.give_up_after(0.0)
+        retrier = Retrier(ack_page, lambda _text: None, lambda: 0)
+        retrier.set_idle_deadline(0.0)
         start = ResumePoint(0, 0, None)
-        work = Committer(Blind(), SESSION, ack_page, patience, start, succeeds=True)
+        work = Committer(Blind(), SESSION, ack_page, retrier, start, succeeds=True)
         for seq in range(3):
             work.launch(make_batch(seq, 5 * seq, 5 * seq + 5), None, lambda: None)
         await turn_until(lambda: ack_page.acked == 15)
         await turn_until(lambda: len(work.finished()) == 3 or not work.in_flight)
         if kind is StoreForbidden:
-            await work.confirm()
+            await work.verify_before_exit()
         else:
-            with pytest.raises(GaveUp):  # before the spool is removed it has to be sure
-                await work.confirm()
+            with pytest.raises(
+                RetryDeadlineExceeded
+            ):  # before the spool is removed it has to be sure
+                await work.verify_before_exit()
 
     asyncio.run(scenario())
 
@@ -178,13 +180,13 @@ def test_a_successor_insists_on_removing_what_no_manifest_names(ack_page: AckPag
             await super().delete(key)
 
     async def scenario() -> Sequence[str]:
-        store, patience = Stubborn(), Patience(ack_page, lambda _text: None, lambda: 0)
+        store, retrier = Stubborn(), Retrier(ack_page, lambda _text: None, lambda: 0)
         await store.put(segment_key("worker_0", 0, 0, "predecessor"), (b"unnamed",))
         start = ResumePoint(0, 0, None)
-        work = Committer(store, SESSION, ack_page, patience, start, succeeds=True)
+        work = Committer(store, SESSION, ack_page, retrier, start, succeeds=True)
         work.launch(make_batch(0, 0, 5), Ending("ended", ""), lambda: None)
         await turn_until(lambda: len(work.finished()) == 1)
-        await work.confirm()
+        await work.verify_before_exit()
         return await store.list("segments/")
 
     assert asyncio.run(scenario()) == [segment_key("worker_0", 0, 0, "0")]
@@ -259,6 +261,8 @@ def test_uploads_of_whatever_can_be_large_are_swept() -> None:
     swept: list[str] = []
 
     class HasParts(Watched):
+        dangling_uploads = False
+
         async def sweep_uploads(self, prefix: str) -> int:
             swept.append(prefix)
             return 0
@@ -283,7 +287,7 @@ def test_a_manifest_that_a_power_cut_emptied_is_written_again() -> None:
 
 def test_manifests_of_another_process_are_a_conflict() -> None:
     store = fill({manifest_key("worker_0", 0, 0): manifest(0, 8, "theirs")})
-    with pytest.raises(Conflict, match="another process"):
+    with pytest.raises(ForeignObject, match="another process"):
         resume(store)
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,23 +18,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smdist.errors import ConfigurationError, CorruptObject, ObjectExists, RunExists
-from smdist.format.manifest import Run, session_key
+from smdist.format.manifest import Run, Session, rank_saves, session_key
 from smdist.format.stored_json import encode
 from smdist.storage.in_memory import MemoryStore
 from smdist.storage.store import Buffer, Store
-from smdist.workers.join.attempt import Newcomer
-from smdist.workers.join.enrol import Enrolment, enrol_async, intend, saves, worth_reading
-from smdist.workers.join.enrol import enter as enter_as
+from smdist.workers.join.attempt import StartingRank
+from smdist.workers.join.enrolment import JoinedRun, join_run, new_session, sessions_to_read
 from smdist.workers.join.rank import Identity
-from smdist.workers.spool.spool import UNKNOWN_ATTEMPT
+from smdist.workers.spool.spool import UNKNOWN_ATTEMPT, Entry
 
 
 class Shelf(MemoryStore):
-    """A store that can ignore conditions, as some S3 servers do, and answers as late as told."""
+    """A store that answers as late as told."""
 
-    def __init__(self, *, conditional: bool = True, pauses: Sequence[int] = (0,)) -> None:
+    def __init__(self, *, pauses: Sequence[int] = (0,)) -> None:
         super().__init__("shelf")
-        self.conditional = conditional
         self.pauses = pauses
         self.calls = 0
 
@@ -44,7 +43,7 @@ class Shelf(MemoryStore):
 
     async def put(self, key: str, data: Sequence[Buffer], *, if_absent: bool = False) -> None:
         await self._pause()
-        await super().put(key, data, if_absent=if_absent and self.conditional)
+        await super().put(key, data, if_absent=if_absent)
         await self._pause()
 
     async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
@@ -56,7 +55,7 @@ class Shelf(MemoryStore):
         return await super().list(prefix, after=after)
 
 
-def me(rank: int = 0, **facts: object) -> Newcomer:
+def me(rank: int = 0, **facts: object) -> StartingRank:
     # Hosts that are not this machine: the processes named here do not exist on it.
     values: dict[str, object] = {
         "rank": rank,
@@ -65,27 +64,30 @@ def me(rank: int = 0, **facts: object) -> Newcomer:
         "pid": 7,
         "launch": "given:first",
     }
-    return Newcomer(**(values | facts))  # type: ignore[arg-type]
+    return StartingRank(**(values | facts))  # type: ignore[arg-type]
 
 
 def enter(
     store: Store,
-    newcomer: Newcomer,
+    newcomer: StartingRank,
     *,
     resume: bool = False,
     attempt: int | None = None,
     now: Callable[[], float] = lambda: 1000.0,
-) -> Coroutine[Any, Any, Enrolment]:
-    return enrol_async(
-        store,
-        newcomer,
+) -> Coroutine[Any, Any, JoinedRun]:
+    session = Session(
+        session=uuid.uuid4().hex,
+        rank=newcomer.rank,
+        world_size=newcomer.world_size,
+        attempt=UNKNOWN_ATTEMPT,
         include_workers="all",
-        resume=resume,
-        framework="pytorch",
-        explicit_attempt=attempt,
-        now=now,
-        settle_s=0.02,
+        started=now(),
+        host=newcomer.host,
+        pid=newcomer.pid,
+        launch=newcomer.launch,
+        restart=newcomer.restart,
     )
+    return join_run(store, session, Entry(newcomer.began, resume, "pytorch", attempt), now)
 
 
 def stored_run(shelf: Shelf) -> str:
@@ -106,15 +108,11 @@ def test_first_rank_makes_the_run_beside_foreign_files() -> None:
 
 
 @settings(deadline=None, max_examples=40)
-@given(
-    st.booleans(), st.lists(st.integers(0, 5), min_size=1, max_size=7), st.permutations(range(4))
-)
-def test_ranks_that_arrive_together_share_one_run(
-    conditional: bool, pauses: list[int], order: list[int]
-) -> None:
-    shelf = Shelf(conditional=conditional, pauses=pauses)
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=7), st.permutations(range(4)))
+def test_ranks_that_arrive_together_share_one_run(pauses: list[int], order: list[int]) -> None:
+    shelf = Shelf(pauses=pauses)
 
-    async def together() -> list[Enrolment]:
+    async def together() -> list[JoinedRun]:
         return await asyncio.gather(*(enter(shelf, me(rank)) for rank in order))
 
     made = asyncio.run(together())
@@ -126,12 +124,12 @@ def test_ranks_that_arrive_together_share_one_run(
 def test_two_processes_of_one_rank_do_not_both_enter() -> None:
     shelf = Shelf(pauses=(1,))
 
-    async def together() -> list[Enrolment | BaseException]:
+    async def together() -> list[JoinedRun | BaseException]:
         both = (enter(shelf, me(0, pid=pid, launch="")) for pid in (7, 8))
         return await asyncio.gather(*both, return_exceptions=True)
 
     results = asyncio.run(together())
-    assert sorted(type(r).__name__ for r in results) == ["Enrolment", "RunExists"]
+    assert sorted(type(r).__name__ for r in results) == ["JoinedRun", "RunExists"]
 
 
 def test_an_answer_that_was_lost_is_no_other_process() -> None:
@@ -167,7 +165,7 @@ def test_resume_and_restart_open_a_new_attempt_of_the_same_run() -> None:
 def test_explicit_attempt() -> None:
     shelf = Shelf()
     asyncio.run(enter(shelf, me(), attempt=3))
-    with pytest.raises(ConfigurationError, match=r"attempt 3 .* ask for 4"):
+    with pytest.raises(ConfigurationError, match=r"attempt 3 .* attempt=4"):
         asyncio.run(enter(shelf, me(), attempt=3))
     assert asyncio.run(enter(shelf, me(), attempt=5)).session.attempt == 5
 
@@ -216,11 +214,11 @@ def test_a_manifest_of_a_rank_that_enters_meanwhile_is_no_remains() -> None:
 def test_large_jobs_read_few_sessions() -> None:
     keys = [session_key(f"worker_{rank}", attempt) for rank in range(2000) for attempt in range(5)]
     keys.append(session_key("worker_5000", 1))
-    chosen = worth_reading([*keys, "sessions/readme"], 1000)
+    chosen = sessions_to_read([*keys, "sessions/readme"], 1000)
     assert len(chosen) <= 20
     for rank in (0, 999, 1000, 1001):
         assert session_key(f"worker_{rank}", 4) in chosen
-    assert session_key("worker_5000", 1) in worth_reading(keys, 5000)
+    assert session_key("worker_5000", 1) in sessions_to_read(keys, 5000)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +226,7 @@ def test_large_jobs_read_few_sessions() -> None:
     [("one", 0, True), ("one", 1, False), ("all", 3, True), ([2, 3], 3, True), ((2,), 0, False)],
 )
 def test_who_saves(include: str | Sequence[int], rank: int, expected: bool) -> None:
-    assert saves(rank, include) is expected
+    assert rank_saves(rank, include) is expected
 
 
 ENROL = """
@@ -236,12 +234,12 @@ import sys
 from smdist.errors import RunExists
 from smdist.storage import loop_thread as sync
 from smdist.storage.local import LocalStore
-from smdist.workers.join.enrol import enter, intend
+from smdist.workers.join.enrolment import join_run, new_session
 from smdist.workers.join.rank import resolve_rank
 try:
-    intent = intend(resolve_rank(), include_workers="all", resume=len(sys.argv) > 2,
+    intent = new_session(resolve_rank(), include_workers="all", resume=len(sys.argv) > 2,
                     framework="pytorch")
-    made = sync.run(enter(LocalStore(sys.argv[1]), *intent))
+    made = sync.run(join_run(LocalStore(sys.argv[1]), *intent))
     print(made.run.run_id, made.session.attempt)
 except RunExists:
     print("RunExists")
@@ -278,14 +276,18 @@ def test_real_processes_in_a_directory(tmp_path: Path) -> None:
 def test_who_was_killed_after_entering_finds_its_own_session() -> None:
     shelf = Shelf()
     identity = Identity(0, 1, None, None, "explicit", settled=True)
-    intent = intend(identity, include_workers="all", resume=False, framework="pytorch", environ={})
+    intent = new_session(
+        identity, include_workers="all", resume=False, framework="pytorch", environ={}
+    )
     assert intent[0].attempt == UNKNOWN_ATTEMPT
-    first = asyncio.run(enter_as(shelf, *intent))
+    first = asyncio.run(join_run(shelf, *intent))
     run_id = first.run.run_id
     assert first.session == msgspec.structs.replace(intent[0], attempt=0, run_id=run_id)
     before = dict(shelf.objects)
-    assert asyncio.run(enter_as(shelf, *intent)) == first
+    assert asyncio.run(join_run(shelf, *intent)) == first
     assert shelf.objects == before
-    other = intend(identity, include_workers="all", resume=False, framework="pytorch", environ={})
+    other = new_session(
+        identity, include_workers="all", resume=False, framework="pytorch", environ={}
+    )
     with pytest.raises(RunExists):
-        asyncio.run(enter_as(shelf, *other))
+        asyncio.run(join_run(shelf, *other))

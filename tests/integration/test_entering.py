@@ -99,7 +99,7 @@ def test_training_needs_no_answer(fault: Fault, rclone: Server, tmp_path: Path) 
         rule = proxy.inject(fault)
         train(model, 20)
         assert hook.errors == 0
-        until(lambda: "entering the run" in trouble(hook), "the uploader to say what is wrong")
+        until(lambda: "joining the run" in trouble(hook), "the uploader to say what is wrong")
         train(model, 5)
         assert rule.hits
         assert stored(hook) == 0
@@ -348,6 +348,8 @@ def test_a_run_whose_name_was_overwritten_by_a_slower_rank_is_the_same_run(
     assert not spools(tmp_path / "spools")
     with create_trial(out_dir) as trial:
         assert trial.steps(show_incomplete_steps=True) == [0, 1, 2]
+        assert trial.missing(1) == {}
+        assert "" not in trial.troubles()
 
 
 # -- a run that is removed while the job writes to it ----------------------------------------------

@@ -217,7 +217,7 @@ def test_a_watch_with_an_inbox_sees_a_step_before_it_would_have_asked() -> None:
         watch = DirectoryWatcher(store.url, store=store, interval_s=3600.0, hint_host="127.0.0.1")
         running = asyncio.create_task(watch.run(stop))
         await until_async(lambda: INBOX_KEY in store.objects, "the hint")
-        announcer = Announcer(store, "run", rank.session)
+        announcer = Announcer(store, lambda: "run", rank.session)
         for step in range(3):
             await asyncio.to_thread(save, step)
             announcer.stored(rank.seq - 1)

@@ -55,7 +55,7 @@ class SnapshotPublisher:
 
     @property
     def pointer(self) -> Pointer | None:
-        """The newest snapshot that is known."""
+        """Return the newest known snapshot."""
         return self._lease.pointer
 
     @property

@@ -99,7 +99,7 @@ def watcher(store: Store, clock: Callable[[], float], **more: object) -> RunWatc
     return RunWatcher(store.url, store=store, now=clock, **more)  # type: ignore[arg-type]
 
 
-def test_a_second_one_is_refused_and_told_what_to_do(store: Store, clock: Clock) -> None:
+def test_second_coordinator_is_refused_with_a_remedy(store: Store, clock: Clock) -> None:
     save(job(store, clock), 0)
 
     async def act() -> None:
@@ -121,9 +121,7 @@ def test_a_second_one_is_refused_and_told_what_to_do(store: Store, clock: Clock)
     asyncio.run(act())
 
 
-def test_one_that_renews_its_lease_is_alive_and_one_that_does_not_is_not(
-    store: Store, clock: Clock
-) -> None:
+def test_only_a_renewed_lease_keeps_others_out(store: Store, clock: Clock) -> None:
     save(job(store, clock), 0)
 
     async def act() -> None:
@@ -147,7 +145,7 @@ def test_one_that_renews_its_lease_is_alive_and_one_that_does_not_is_not(
     asyncio.run(act())
 
 
-def test_a_closed_one_makes_room_at_once(store: Store, clock: Clock) -> None:
+def test_closing_frees_the_lease_at_once(store: Store, clock: Clock) -> None:
     save(job(store, clock), 0)
 
     async def act() -> None:
@@ -162,7 +160,7 @@ def test_a_closed_one_makes_room_at_once(store: Store, clock: Clock) -> None:
     asyncio.run(act())
 
 
-def test_its_next_life_waits_for_no_lease(store: Store, clock: Clock) -> None:
+def test_restart_does_not_wait_for_its_own_lease(store: Store, clock: Clock) -> None:
     save(job(store, clock), 0)
 
     async def act() -> None:
@@ -179,7 +177,7 @@ def test_its_next_life_waits_for_no_lease(store: Store, clock: Clock) -> None:
     asyncio.run(act())
 
 
-def test_a_late_pointer_of_the_old_one_does_not_stay(store: Store, clock: Clock) -> None:
+def test_late_pointer_of_an_old_leader_is_replaced(store: Store, clock: Clock) -> None:
     """It has looked at the claims, is held up, and another takes over and ends meanwhile."""
     rank = job(store, clock)
     save(rank, 0)
@@ -209,7 +207,7 @@ def test_a_late_pointer_of_the_old_one_does_not_stay(store: Store, clock: Clock)
     asyncio.run(act())
 
 
-def test_a_pointer_that_a_killed_one_moved_back_is_put_right(store: Store, clock: Clock) -> None:
+def test_pointer_moved_back_by_a_killed_writer_is_repaired(store: Store, clock: Clock) -> None:
     save(job(store, clock), 0)
 
     async def act() -> None:
@@ -226,7 +224,7 @@ def test_a_pointer_that_a_killed_one_moved_back_is_put_right(store: Store, clock
     asyncio.run(act())
 
 
-def test_claims_that_somebody_removed_do_not_take_epochs_back(store: Store, clock: Clock) -> None:
+def test_removed_claims_do_not_lower_the_epoch(store: Store, clock: Clock) -> None:
     save(job(store, clock), 0)
 
     async def act() -> None:
@@ -248,9 +246,7 @@ def test_claims_that_somebody_removed_do_not_take_epochs_back(store: Store, cloc
     asyncio.run(act())
 
 
-def test_a_coordinator_that_is_restarted_for_ever_leaves_few_claims(
-    store: Store, clock: Clock
-) -> None:
+def test_many_restarts_leave_few_claims(store: Store, clock: Clock) -> None:
     save(job(store, clock), 0)
 
     async def act() -> None:
@@ -312,7 +308,7 @@ async def start_together(make: Callable[[], Store], count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 5])
-def test_started_at_the_same_moment_in_memory(count: int) -> None:
+def test_simultaneous_start_in_memory(count: int) -> None:
     shared = MemoryStore("together")
     asyncio.run(start_together(lambda: shared, count))
 
@@ -320,7 +316,7 @@ def test_started_at_the_same_moment_in_memory(count: int) -> None:
 @pytest.mark.s3
 @pytest.mark.usefixtures("aws")
 @pytest.mark.parametrize("name", ["rclone", "moto"])
-def test_started_at_the_same_moment_on_a_server(name: str, request: pytest.FixtureRequest) -> None:
+def test_simultaneous_start_on_a_server(name: str, request: pytest.FixtureRequest) -> None:
     """rclone ignores conditions, moto keeps them."""
     server: Server = request.getfixturevalue(name)
     for _ in range(3):

@@ -61,7 +61,9 @@ BLOCKS = rotating_share(range(8), 4, kind=has_backlog)
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_the_view_is_the_same_whoever_dies(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_view_is_the_same_whichever_process_dies(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if has_backlog(block):
         monkeypatch.setattr(watcher, "_MOST_LOOSE", 7)
     done: Counter[str] = Counter()

@@ -63,7 +63,7 @@ def home() -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def test_a_local_one_outlives_the_command(home: Path, tmp_path: Path) -> None:
+def test_local_coordinator_outlives_the_command(home: Path, tmp_path: Path) -> None:
     place, mine = tmp_path / "run", {"SMDIST_RAY_DIR": str(home)}
     writers = job(place)
     said = well(smdist("start", "--watch", str(place), "--interval", "0.1", **mine))
@@ -93,7 +93,7 @@ def test_a_local_one_outlives_the_command(home: Path, tmp_path: Path) -> None:
     assert "no coordinator runs on this machine" in gone.stderr
 
 
-def test_the_lease_of_one_that_died_with_its_ray_is_waited_for(home: Path, tmp_path: Path) -> None:
+def test_start_waits_for_the_lease_of_a_dead_coordinator(home: Path, tmp_path: Path) -> None:
     place, mine = tmp_path / "run", {"SMDIST_RAY_DIR": str(home)}
     (tmp_path / "none").mkdir()
     well(smdist("start", "--watch", str(tmp_path / "none"), **mine))
@@ -111,7 +111,7 @@ def test_the_lease_of_one_that_died_with_its_ray_is_waited_for(home: Path, tmp_p
     assert "watching" in said.splitlines()[-1]
 
 
-def test_a_local_ray_without_a_coordinator_is_stopped_too(home: Path, tmp_path: Path) -> None:
+def test_local_ray_without_a_coordinator_is_stopped(home: Path, tmp_path: Path) -> None:
     mine = {"SMDIST_RAY_DIR": str(home)}
     code = "from smdist.coordination.ray_actor import local_head; print(local_head.start()[0].pid)"
     done = subprocess.run(
@@ -127,7 +127,7 @@ def test_a_local_ray_without_a_coordinator_is_stopped_too(home: Path, tmp_path: 
     assert "no coordinator runs" in smdist("stop", **mine).stderr
 
 
-def test_a_store_that_cannot_be_reached_is_no_success(home: Path) -> None:
+def test_unreachable_store_is_an_error(home: Path) -> None:
     mine = {
         "SMDIST_RAY_DIR": str(home),
         "AWS_ACCESS_KEY_ID": "k",
@@ -142,7 +142,7 @@ def test_a_store_that_cannot_be_reached_is_no_success(home: Path) -> None:
     assert "no run yet" not in done.stdout
 
 
-def test_one_that_hangs_is_ended_soon(home: Path, tmp_path: Path) -> None:
+def test_hanging_coordinator_is_killed(home: Path, tmp_path: Path) -> None:
     mine = {"SMDIST_RAY_DIR": str(home)}
     well(smdist("start", "--watch", str(tmp_path), **mine))
     known = record(home)
@@ -224,7 +224,7 @@ def test_on_a_cluster_by_address(cluster: Cluster, tmp_path: Path) -> None:
     assert cluster.head.processes(), "a Ray that is not ours was stopped"
 
 
-def test_asked_from_python_as_the_readme_does(cluster: Cluster, tmp_path: Path) -> None:
+def test_python_example_of_the_cluster_page(cluster: Cluster, tmp_path: Path) -> None:
     place, where = tmp_path / "jobs", ("--address", cluster.address)
     job(place / "first", steps=5)
     well(smdist("start", *where, "--watch", str(place), "--interval", "0.1"))
@@ -255,7 +255,7 @@ def alone_on_the_machine() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("alone_on_the_machine")
-def test_through_rays_client(cluster: Cluster, tmp_path: Path) -> None:
+def test_start_through_the_ray_client(cluster: Cluster, tmp_path: Path) -> None:
     """From a machine that is no node."""
     job(tmp_path / "run")
     where = ("--address", f"ray://{cluster.address.partition(':')[0]}:{cluster.client_port}")
@@ -273,7 +273,7 @@ def test_through_rays_client(cluster: Cluster, tmp_path: Path) -> None:
     there("stop")
 
 
-def test_as_a_job_that_ends(cluster: Cluster, tmp_path: Path) -> None:
+def test_start_as_a_ray_job(cluster: Cluster, tmp_path: Path) -> None:
     """The job has ended and so has its driver; the coordinator stays."""
     writers = job(tmp_path / "run")
     submit = [str(BIN / "ray"), "job", "submit", "--address", cluster.jobs, "--"]
@@ -298,7 +298,7 @@ def test_as_a_job_that_ends(cluster: Cluster, tmp_path: Path) -> None:
     well(smdist("stop", *where))
 
 
-def test_followed_until_it_is_stopped(cluster: Cluster, tmp_path: Path) -> None:
+def test_follow_ends_when_the_coordinator_stops(cluster: Cluster, tmp_path: Path) -> None:
     writers = job(tmp_path / "run")
     where = ("--address", cluster.address, "--watch", str(tmp_path / "run"))
     log = tmp_path / "follow.log"

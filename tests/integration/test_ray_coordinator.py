@@ -78,7 +78,7 @@ def latest(driver: Driver, watch: Path) -> object:
     return ask(driver, watch, "latest_complete_step")
 
 
-def test_it_answers(driver: Driver, tmp_path: Path) -> None:
+def test_client_answers_queries(driver: Driver, tmp_path: Path) -> None:
     slow, _ = job(tmp_path / "run", ranks=2, steps=3)
     save(slow, 3)
     driver("start", settings=settings(tmp_path / "run"))
@@ -104,7 +104,7 @@ def test_it_answers(driver: Driver, tmp_path: Path) -> None:
     assert {url: one["run_id"] for url, one in runs.items()} == {status["url"]: "run"}
 
 
-def test_errors_are_ours(driver: Driver, tmp_path: Path) -> None:
+def test_errors_are_those_of_smdist(driver: Driver, tmp_path: Path) -> None:
     job(tmp_path / "run")
     driver("start", settings=settings(tmp_path / "run"))
     until(lambda: latest(driver, tmp_path / "run") == 2, "the run is read")
@@ -118,7 +118,7 @@ def test_errors_are_ours(driver: Driver, tmp_path: Path) -> None:
         assert failed.value.kind == kind
 
 
-def test_it_stays_when_its_driver_leaves(ray_cluster: Cluster, tmp_path: Path) -> None:
+def test_coordinator_outlives_its_driver(ray_cluster: Cluster, tmp_path: Path) -> None:
     place = tmp_path / "run"
     writers = job(place)
     with Driver(ray_cluster.address, tmp_path / "first.log") as first:
@@ -137,7 +137,7 @@ def number(place: Path) -> int:
     return len(list((place / "merged" / "heads").glob("*.json")))
 
 
-def test_starting_again_finds_it(driver: Driver, tmp_path: Path) -> None:
+def test_second_start_finds_the_coordinator(driver: Driver, tmp_path: Path) -> None:
     job(tmp_path / "run")
     once = driver("start", settings=settings(tmp_path / "run"))
     again = driver("start", settings=settings(tmp_path / "run"))
@@ -147,7 +147,7 @@ def test_starting_again_finds_it(driver: Driver, tmp_path: Path) -> None:
         driver("start", settings=settings(tmp_path / "run", lost_after_s=5.0))
 
 
-def test_stopped_it_hands_back_its_lease(driver: Driver, tmp_path: Path) -> None:
+def test_stop_releases_the_lease(driver: Driver, tmp_path: Path) -> None:
     place = tmp_path / "run"
     job(place)
     name = driver("start", settings=settings(place))["name"]
@@ -164,7 +164,7 @@ def test_stopped_it_hands_back_its_lease(driver: Driver, tmp_path: Path) -> None
     asyncio.run(next_one())
 
 
-def test_a_process_that_is_a_driver_already(ray_cluster: Cluster, tmp_path: Path) -> None:
+def test_process_that_is_connected_already(ray_cluster: Cluster, tmp_path: Path) -> None:
     """Its connection is used, and left as it was; paths are meant as it means them."""
     job(tmp_path / "run")
     code = (
@@ -189,9 +189,7 @@ def test_a_process_that_is_a_driver_already(ray_cluster: Cluster, tmp_path: Path
     assert done.stdout.splitlines() == ["complete", "True CoordinatorClient"], done.stderr
 
 
-def test_an_environment_that_cannot_be_made_is_told_and_signals_stay_the_callers(
-    ray_cluster: Cluster, tmp_path: Path
-) -> None:
+def test_failed_runtime_environment_is_reported(ray_cluster: Cluster, tmp_path: Path) -> None:
     code = (
         "import msgspec, signal, sys\n"
         "from smdist.coordination.ray_actor.client import CoordinatorClient\n"
@@ -235,7 +233,7 @@ def test_many_runs_below_one_place(driver: Driver, tmp_path: Path) -> None:
     assert ask(driver, place, "latest_complete_step", run="first") == 1
 
 
-def test_the_wheel_that_was_named_is_what_runs(driver: Driver, tmp_path: Path) -> None:
+def test_given_wheel_is_what_runs(driver: Driver, tmp_path: Path) -> None:
     """Unlike what the cluster's own interpreter has."""
     job(tmp_path / "run")
     named = tmp_path / "smdist-9.9-py3-none-any.whl"
@@ -251,7 +249,7 @@ def test_the_wheel_that_was_named_is_what_runs(driver: Driver, tmp_path: Path) -
     ask(driver, tmp_path / "run", "stop")
 
 
-def test_a_question_outlives_the_process_that_was_asked(driver: Driver, tmp_path: Path) -> None:
+def test_query_survives_a_restart_of_the_actor(driver: Driver, tmp_path: Path) -> None:
     """Ray asks again; the next process finds the run, reads it, and waits as the first one did."""
     place = tmp_path / "run"
     writers = job(place)
@@ -320,7 +318,7 @@ def follow_on_s3(store: Store, url: str, tmp_path: Path) -> None:
 # -- two for one run -----------------------------------------------------------------------------
 
 
-def test_a_second_one_is_refused_and_says_so(ray_cluster: Cluster, tmp_path: Path) -> None:
+def test_second_coordinator_is_refused(ray_cluster: Cluster, tmp_path: Path) -> None:
     """On another Ray, where nothing of the first is known: the store tells."""
     place = tmp_path / "run"
     writers = job(place)

@@ -113,7 +113,7 @@ def whispered(token: str, folder: Path, leader: int) -> list[Path]:
 VISIBLE = ("cmdline", "environ")
 
 
-def test_one_that_refuses_us_is_ended_all_the_same(folder: Path, tmp_path: Path) -> None:
+def test_local_ray_that_rejects_us_can_be_stopped(folder: Path, tmp_path: Path) -> None:
     env = account("token in a file", tmp_path / "home") | {"SMDIST_RAY_DIR": str(folder)}
     well(smdist(env, "start", "--watch", str(tmp_path)))
     head = record(folder)
@@ -126,7 +126,7 @@ def test_one_that_refuses_us_is_ended_all_the_same(folder: Path, tmp_path: Path)
     assert session(head.pid) == []
 
 
-def test_a_start_that_fails_takes_its_ray_with_it(folder: Path, tmp_path: Path) -> None:
+def test_failed_start_ends_its_ray(folder: Path, tmp_path: Path) -> None:
     env = account("nothing", tmp_path) | {"SMDIST_RAY_DIR": str(folder)}
     code = (
         "from smdist.coordination.ray_actor import local_head\n"
@@ -140,7 +140,7 @@ def test_a_start_that_fails_takes_its_ray_with_it(folder: Path, tmp_path: Path) 
     assert session(int(failed.stdout)) == []
 
 
-def test_a_start_that_is_killed_leaves_what_stop_can_end(folder: Path, tmp_path: Path) -> None:
+def test_stop_ends_the_ray_of_a_killed_start(folder: Path, tmp_path: Path) -> None:
     env = account("nothing", tmp_path) | {"SMDIST_RAY_DIR": str(folder)}
     command = [str(BIN / "smdist"), "coordinator", "start", "--watch", str(tmp_path)]
     with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL) as starting:
@@ -153,7 +153,7 @@ def test_a_start_that_is_killed_leaves_what_stop_can_end(folder: Path, tmp_path:
     assert session(left["pid"]) == []
 
 
-def test_a_ray_that_was_imported_for_clusters_is_no_use(folder: Path, tmp_path: Path) -> None:
+def test_ray_imported_for_clusters_is_reported(folder: Path, tmp_path: Path) -> None:
     env = account("nothing", tmp_path) | {"SMDIST_RAY_DIR": str(folder)}
     code = "import ray\nfrom smdist.coordinator import attach\nwith attach(): pass"
     failed = python(code, env)
@@ -171,7 +171,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize("scheme", ["", "ray://"])
-def test_the_token_of_a_cluster_is_the_users(scheme: str, cluster: Cluster, tmp_path: Path) -> None:
+def test_clusters_use_the_users_token(scheme: str, cluster: Cluster, tmp_path: Path) -> None:
     host = cluster.address.partition(":")[0]
     address = f"ray://{host}:{cluster.client_port}" if scheme else cluster.address
     nothing = account("nothing", tmp_path / "home")
@@ -194,7 +194,9 @@ def test_the_token_of_a_cluster_is_the_users(scheme: str, cluster: Cluster, tmp_
         assert "Traceback" not in done.stderr
 
 
-def test_one_process_may_use_both(cluster: Cluster, folder: Path, tmp_path: Path) -> None:
+def test_one_process_can_use_cluster_and_local_ray(
+    cluster: Cluster, folder: Path, tmp_path: Path
+) -> None:
     code = """
 import os, sys
 from smdist.coordinator import attach, coordinators

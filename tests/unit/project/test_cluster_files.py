@@ -123,7 +123,7 @@ def test_launcher_refuses_a_misspelt_key(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LAUNCHED)
-def test_nobody_but_ssh_gets_in(name: str) -> None:
+def test_only_ssh_is_open(name: str) -> None:
     """A security group that Ray makes is open to SSH from everywhere, whatever is said of it."""
     config = load(name)
     assert "security_group" not in config["provider"]
@@ -135,7 +135,7 @@ def test_nobody_but_ssh_gets_in(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LAUNCHED)
-def test_the_wheel_is_installed_from_where_it_is_put(name: str) -> None:
+def test_the_wheel_is_installed_from_where_it_is_copied(name: str) -> None:
     config = load(name)
     ((target, source),) = config["file_mounts"].items()
     assert source == "dist"
@@ -194,7 +194,7 @@ def test_the_policy_is_for_every_pod(name: str, group: dict[str, Any]) -> None:
     assert policy["policyTypes"] == ["Ingress"]
 
 
-def test_a_head_tells_its_ports() -> None:
+def test_a_head_declares_its_ports() -> None:
     for spec in cluster_specs().values():
         (container,) = spec["headGroupSpec"]["template"]["spec"]["containers"]
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
@@ -259,7 +259,7 @@ def test_the_image_is_built_from_what_is_there() -> None:
 
 
 @pytest.mark.slow
-def test_the_image_builds_a_wheel_from_only_that(tmp_path: Path) -> None:
+def test_the_image_builds_a_wheel_from_its_sources(tmp_path: Path) -> None:
     """The wheel's stage, without a container: what is copied there is enough."""
     import shutil
 

@@ -31,7 +31,7 @@ from smdist.errors import ConfigurationError, CoordinationError
 # -- names ---------------------------------------------------------------------------------------
 
 
-def test_a_place_has_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_url_has_one_actor_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert actor_name("jobs") == actor_name(f"{tmp_path}/jobs/") == actor_name("./jobs")
     assert actor_name(f"file://{tmp_path}/jobs") == actor_name("jobs")
@@ -42,7 +42,7 @@ def test_a_place_has_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert actor_name("jobs").startswith("coordinator-v1-")
 
 
-def test_a_place_keeps_its_server() -> None:
+def test_a_url_keeps_its_endpoint() -> None:
     url = "s3://bucket/jobs?endpoint_url=http://127.0.0.1:9000"
     assert canonical_url("s3://bucket/jobs/?endpoint_url=http://127.0.0.1:9000") == url
     assert actor_name(url) != actor_name("s3://bucket/jobs")
@@ -60,12 +60,12 @@ def test_settings_are_checked(name: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("address", ["nowhere", "host:", ":6379", "host:port", "ray://host", ""])
-def test_no_address(address: str) -> None:
+def test_invalid_address_is_rejected(address: str) -> None:
     with pytest.raises(ConfigurationError, match="no address of a Ray"), launcher.attach(address):
         pass
 
 
-def test_an_address_for_jobs_names_the_way() -> None:
+def test_job_server_address_names_the_right_command() -> None:
     with (
         pytest.raises(ConfigurationError, match="ray job submit --address http://head:8265"),
         launcher.attach("http://head:8265"),
@@ -74,7 +74,7 @@ def test_an_address_for_jobs_names_the_way() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["", "ray://"])
-def test_nobody_there_is_said_at_once(scheme: str) -> None:
+def test_missing_ray_is_reported_at_once(scheme: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
         address = f"{scheme}127.0.0.1:{taken.getsockname()[1]}"
@@ -82,7 +82,7 @@ def test_nobody_there_is_said_at_once(scheme: str) -> None:
             pass
 
 
-def test_a_ray_for_one_machine_is_not_taken_for_a_cluster() -> None:
+def test_local_ray_is_not_used_as_a_cluster() -> None:
     """Ray would, and then look for it on another interface until somebody interrupts it."""
     assert launcher._choose_cluster([]) == "auto"
     assert launcher._choose_cluster(["10.0.0.1:6379"]) == "auto"
@@ -93,7 +93,7 @@ def test_a_ray_for_one_machine_is_not_taken_for_a_cluster() -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"no zip", b""])
-def test_what_is_no_wheel_is_refused_before_anything_starts(
+def test_invalid_wheel_is_rejected_before_anything_starts(
     content: bytes | None, tmp_path: Path
 ) -> None:
     path = tmp_path / "smdist.whl"
@@ -105,7 +105,7 @@ def test_what_is_no_wheel_is_refused_before_anything_starts(
     assert line.startswith(f"smdist: --wheel {path} is no wheel")
 
 
-def test_a_wheel_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_wheel_of_another_package_is_rejected(tmp_path: Path) -> None:
     with ZipFile(tmp_path / "other.whl", "w") as archive:
         archive.writestr("other/__init__.py", "")
     with pytest.raises(ConfigurationError, match="no wheel of smdist"):
@@ -154,7 +154,7 @@ def test_the_command_is_there_without_ray() -> None:
     assert "start" in done.stdout
 
 
-def test_wrong_numbers_are_refused_before_anything_starts() -> None:
+def test_invalid_numbers_are_rejected_before_anything_starts() -> None:
     done = without_ray("coordinator", "start", "--watch", "jobs", "--lost-after", "0")
     assert done.returncode == 2
     assert "lost_after_s must be greater than 0" in done.stderr
@@ -170,7 +170,7 @@ def test_wrong_numbers_are_refused_before_anything_starts() -> None:
         (__file__, "is a file"),
     ],
 )
-def test_what_is_no_place_is_refused_before_anything_starts(place: str, said: str) -> None:
+def test_invalid_url_is_rejected_before_anything_starts(place: str, said: str) -> None:
     done = without_ray("coordinator", "start", "--watch", place)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
@@ -181,7 +181,7 @@ def test_what_is_no_place_is_refused_before_anything_starts(place: str, said: st
 # -- the local Ray -------------------------------------------------------------------------------
 
 
-def test_its_folder_leaves_room_for_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_leaves_room_for_socket_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", "/tmp/" + "x" * 80)
     assert len(str(local_head.folder({}))) <= 45
     with pytest.raises(CoordinationError, match="too long"):
@@ -189,7 +189,9 @@ def test_its_folder_leaves_room_for_sockets(monkeypatch: pytest.MonkeyPatch) -> 
     assert local_head.folder({"SMDIST_RAY_DIR": "/tmp/mine"}) == Path("/tmp/mine")
 
 
-def test_its_folder_is_nobody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_of_somebody_else_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A link, say, that somebody else has put there."""
     (tmp_path / "real").mkdir()
     link = tmp_path / "link"
@@ -199,7 +201,7 @@ def test_its_folder_is_nobody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         local_head.start()
 
 
-def test_a_record_of_a_process_that_is_gone(
+def test_record_of_a_dead_process_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its number may be somebody else's by now, whom nobody may end."""
@@ -213,7 +215,7 @@ def test_a_record_of_a_process_that_is_gone(
 
 
 @pytest.mark.parametrize("leader", ["killed", "another"])
-def test_what_a_killed_head_left_behind_is_ended(
+def test_processes_of_a_killed_head_are_ended(
     leader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_head, "folder", lambda: tmp_path)
@@ -281,6 +283,6 @@ def test_the_copy_holds_code_only(tmp_path: Path) -> None:
     assert not [path for path in package.rglob("*") if path.is_symlink()]
 
 
-def test_what_a_cluster_may_lack() -> None:
+def test_requirements_name_what_a_cluster_may_lack() -> None:
     needed = {code_package._module(text) for text in code_package.requirements()}
     assert {*code_package._NEEDED, "aiobotocore"} <= needed

@@ -29,7 +29,7 @@ standings = st.builds(ClaimId, st.integers(1, 40), st.sampled_from(["a", "b", "b
 
 
 @given(st.lists(standings, min_size=1))
-def test_the_greatest_claim_is_found_behind_any_other(claims: list[ClaimId]) -> None:
+def test_the_greatest_claim_leads(claims: list[ClaimId]) -> None:
     keys = [claim.claim_key for claim in claims]
     assert leader([*keys, "merged/claims/strange.json"]) == max(claims)
     for one in claims:
@@ -38,7 +38,7 @@ def test_the_greatest_claim_is_found_behind_any_other(claims: list[ClaimId]) -> 
 
 
 @given(st.sets(st.sampled_from("abcdef"), min_size=1), st.randoms())
-def test_of_those_that_claim_together_one_wins(writers: set[str], random: object) -> None:
+def test_one_of_several_simultaneous_claims_wins(writers: set[str], random: object) -> None:
     """Whatever the order in which they put their claims and look at the list."""
     listed: list[str] = []
     wants = {writer: ClaimId(1, writer) for writer in writers}
@@ -83,9 +83,7 @@ def claim(at: float = 100.0, lease_s: float = 30.0) -> Claim:
         (LeaseRecord(3, "w", 9000.0, 30.0), 110.0, 30.0),  # a clock that is ahead
     ],
 )
-def test_how_long_a_holder_is_thought_alive(
-    lease: LeaseRecord | None, now: float, left: float
-) -> None:
+def test_remaining_time_of_a_lease(lease: LeaseRecord | None, now: float, left: float) -> None:
     assert remaining_s(claim(), lease, now) == left
 
 
@@ -125,7 +123,7 @@ def test_the_first_snapshot_comes_at_once() -> None:
 
 
 @given(st.text(max_size=200))
-def test_any_name_makes_a_key(name: str) -> None:
+def test_any_writer_name_makes_a_valid_key(name: str) -> None:
     mine = ClaimId(7, safe_writer(name))
     check_key("", mine.claim_key)
     assert leader([mine.claim_key]) == mine

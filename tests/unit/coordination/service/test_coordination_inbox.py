@@ -71,7 +71,7 @@ def at_desk(act: Callable[[Desk], Awaitable[None]]) -> None:
     asyncio.run(run())
 
 
-def test_an_inbox_takes_lines_with_its_token_and_nothing_else() -> None:
+def test_hint_server_accepts_only_hints_with_its_token() -> None:
     async def act(desk: Desk) -> None:
         await desk.say(desk.told(seq=1) + desk.told(seq=2))
         assert [hint.seq for hint in desk.hints] == [1, 2]
@@ -92,7 +92,7 @@ def test_an_inbox_takes_lines_with_its_token_and_nothing_else() -> None:
     at_desk(act)
 
 
-def test_an_announcer_says_what_was_stored() -> None:
+def test_hint_sender_reports_stored_manifests() -> None:
     async def act(desk: Desk) -> None:
         await desk.inbox.address.publish(desk.store, epoch=1, now=0.0)
         desk.announcer.stored(0)
@@ -107,7 +107,7 @@ def test_an_announcer_says_what_was_stored() -> None:
     at_desk(act)
 
 
-def test_without_an_inbox_one_look_is_all_it_costs() -> None:
+def test_without_an_inbox_a_sender_reads_the_store_once() -> None:
     async def act(desk: Desk) -> None:
         assert desk.store.requests == 0, "nothing is asked before something was stored"
         for seq in range(20):
@@ -123,7 +123,7 @@ def test_without_an_inbox_one_look_is_all_it_costs() -> None:
     at_desk(act)
 
 
-def test_a_dead_address_is_tried_rarely_and_another_one_found() -> None:
+def test_dead_inbox_is_retried_rarely_and_a_new_one_is_found() -> None:
     async def act(desk: Desk) -> None:
         nobody = HintServer(desk.hints.append, host="127.0.0.1")
         await nobody.start()
@@ -161,7 +161,7 @@ def deaf_listener() -> Iterator[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("junk", [b"", b"{", b'{"host": 1}', b'{"host": "", "port": -1}'])
-def test_an_announcement_that_makes_no_sense_harms_nobody(junk: bytes) -> None:
+def test_damaged_inbox_record_is_ignored(junk: bytes) -> None:
     async def act(desk: Desk) -> None:
         await desk.store.put(INBOX_KEY, [junk])
         desk.announcer.stored(0)
@@ -174,7 +174,7 @@ def test_an_announcement_that_makes_no_sense_harms_nobody(junk: bytes) -> None:
     at_desk(act)
 
 
-def test_a_listener_that_says_nothing_holds_nobody_up() -> None:
+def test_silent_listener_does_not_block_the_sender() -> None:
     async def act(desk: Desk) -> None:
         with deaf_listener() as (host, port):
             await desk.store.put(
@@ -190,7 +190,7 @@ def test_a_listener_that_says_nothing_holds_nobody_up() -> None:
     at_desk(act)
 
 
-def test_withdrawing_leaves_the_announcement_of_another_one() -> None:
+def test_withdrawing_keeps_the_inbox_of_another_server() -> None:
     async def act(desk: Desk) -> None:
         mine, theirs = desk.inbox.address, InboxAddress("h", 1, "other")
         await mine.publish(desk.store, 1, 0.0)
@@ -204,7 +204,7 @@ def test_withdrawing_leaves_the_announcement_of_another_one() -> None:
     at_desk(act)
 
 
-def test_a_watch_with_an_inbox_sees_a_step_before_it_would_have_asked() -> None:
+def test_hints_make_a_step_visible_before_the_next_poll() -> None:
     store = MemoryStore("pushed")
     rank = RunBuilder(store).rank(0)
 

@@ -131,7 +131,7 @@ def test_the_latest_complete_step_follows_the_slowest_rank(bench: Bench) -> None
     assert msgspec.json.decode(msgspec.json.encode(status), type=RunStatus) == status
 
 
-def test_lagging_says_how_far(bench: Bench) -> None:
+def test_lagging_rank_reports_how_far_it_is_behind(bench: Bench) -> None:
     bench.start(2)
     bench.save(0)
     for step in range(1, 9):
@@ -147,7 +147,7 @@ def test_lagging_says_how_far(bench: Bench) -> None:
     assert bench.watcher.queries.step(8).standing == "pending"
 
 
-def test_a_rank_that_is_slow_all_the_time_is_lagging(bench: Bench) -> None:
+def test_constantly_slow_rank_is_lagging(bench: Bench) -> None:
     """Its last step is always young; what counts is how far the others are."""
     bench.start(2)
     for step in range(40):
@@ -165,7 +165,7 @@ def test_a_rank_that_is_slow_all_the_time_is_lagging(bench: Bench) -> None:
     assert bench.line(1).status == "active"
 
 
-def test_a_stopped_rank_becomes_lost_and_a_late_commit_makes_it_whole(bench: Bench) -> None:
+def test_stopped_rank_is_lost_until_a_late_commit(bench: Bench) -> None:
     """SIGSTOP and SIGCONT, as a coordinator sees them."""
     bench.start(2)
     bench.save(0)
@@ -188,7 +188,7 @@ def test_a_stopped_rank_becomes_lost_and_a_late_commit_makes_it_whole(bench: Ben
     assert bench.watcher.queries.latest_complete_step() == 39
 
 
-def test_a_rank_that_beats_is_alive_and_a_fresh_snapshot_says_so(bench: Bench) -> None:
+def test_heartbeats_keep_a_rank_alive_in_snapshots(bench: Bench) -> None:
     bench.start(2)
     bench.save(0)
     bench.turn()
@@ -204,7 +204,7 @@ def test_a_rank_that_beats_is_alive_and_a_fresh_snapshot_says_so(bench: Bench) -
     assert after - before <= 300 / 15 + 1, "heartbeats alone make few snapshots"
 
 
-def test_ranks_that_differ_about_their_number_are_all_expected(bench: Bench) -> None:
+def test_ranks_with_different_world_sizes_are_all_expected(bench: Bench) -> None:
     bench.start(1)
     bench.save(0)
     bench.turn()
@@ -217,7 +217,7 @@ def test_ranks_that_differ_about_their_number_are_all_expected(bench: Bench) -> 
     assert bench.watcher.queries.missing(0) == {1: "lagging"}
 
 
-def test_modes_count_for_themselves(bench: Bench) -> None:
+def test_each_mode_has_its_own_latest_step(bench: Bench) -> None:
     bench.start(1)
     bench.save(0, number=0)
     bench.save(0, mode=EVAL, number=1)
@@ -237,7 +237,7 @@ def test_modes_count_for_themselves(bench: Bench) -> None:
         watcher.queries.missing(7)
 
 
-def test_an_elastic_restart_with_another_world_goes_on(bench: Bench) -> None:
+def test_elastic_restart_with_another_world_size_continues(bench: Bench) -> None:
     bench.start(3)
     for step in range(4):
         bench.save(step)
@@ -272,7 +272,7 @@ def test_an_elastic_restart_with_another_world_goes_on(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("ahead_s", [-7200.0, -90.0, 90.0, 7200.0])
-def test_ranks_are_judged_by_the_watchers_clock_alone(ahead_s: float) -> None:
+def test_only_the_watchers_clock_decides_about_ranks(ahead_s: float) -> None:
     bench = Bench(ahead_s=ahead_s)
     run(bench.watcher.open())
     bench.start(3)
@@ -291,7 +291,7 @@ def test_ranks_are_judged_by_the_watchers_clock_alone(ahead_s: float) -> None:
     assert bench.state == "finished"
 
 
-def test_a_rank_with_another_clock_than_its_peers_is_not_lagging(bench: Bench) -> None:
+def test_clock_skew_of_a_rank_is_not_lagging(bench: Bench) -> None:
     bench.start(2)
     for step in range(10):
         bench.ahead_s = 300.0
@@ -306,7 +306,7 @@ def test_a_rank_with_another_clock_than_its_peers_is_not_lagging(bench: Bench) -
 # -- endings ---------------------------------------------------------------------------------------
 
 
-def test_a_run_that_ends_cleanly_is_final_soon(bench: Bench) -> None:
+def test_clean_end_is_final_soon(bench: Bench) -> None:
     for rank in bench.start(2):
         rank.step(TRAIN, 0, TENSORS).end()
     assert bench.turn()
@@ -357,7 +357,7 @@ def merged(bench: Bench) -> set[str]:
     return {k for k in bench.store.objects if k.startswith(("merged/heads/", "merged/steps/"))}
 
 
-def test_a_finished_run_that_is_resumed_is_watched_again(bench: Bench) -> None:
+def test_continued_run_is_watched_again(bench: Bench) -> None:
     bench.start(1)[0].step(TRAIN, 0, TENSORS).end()
     bench.turns(3)
     assert not run(bench.watcher.has_new_data())
@@ -372,7 +372,7 @@ def test_a_finished_run_that_is_resumed_is_watched_again(bench: Bench) -> None:
     assert not bench.pointer().final
 
 
-def test_an_attempt_that_begins_as_the_last_one_ends_is_not_overlooked(bench: Bench) -> None:
+def test_attempt_that_starts_while_the_last_one_ends_is_found(bench: Bench) -> None:
     old = bench.start(1)[0]
     bench.save(0)
     bench.turn()
@@ -387,7 +387,7 @@ def test_an_attempt_that_begins_as_the_last_one_ends_is_not_overlooked(bench: Be
     assert bench.watcher.queries.latest_complete_step() == 1
 
 
-def test_a_run_whose_ranks_fell_silent_is_never_final_and_goes_on_when_they_do(
+def test_silent_run_is_not_final_and_continues_with_its_ranks(
     bench: Bench,
 ) -> None:
     ranks = bench.start(2)
@@ -413,9 +413,7 @@ def test_a_run_whose_ranks_fell_silent_is_never_final_and_goes_on_when_they_do(
 
 
 @pytest.mark.parametrize("reopened", [False, True])
-def test_what_is_recovered_of_a_lost_rank_after_the_end_is_merged(
-    bench: Bench, reopened: bool
-) -> None:
+def test_data_recovered_after_the_end_is_merged(bench: Bench, reopened: bool) -> None:
     ended, lost = bench.start(2)
     bench.save(0)
     bench.save(1, 0)
@@ -438,7 +436,7 @@ def test_what_is_recovered_of_a_lost_rank_after_the_end_is_merged(
     assert loaded.view.canonical() == from_scratch(bench.store).canonical()
 
 
-def test_what_is_recovered_of_a_lost_rank_while_others_go_on_is_merged(bench: Bench) -> None:
+def test_data_recovered_while_other_ranks_run_is_merged(bench: Bench) -> None:
     lost = bench.start(2)[1]
     bench.save(0)
     bench.save(1, 0)
@@ -450,7 +448,7 @@ def test_what_is_recovered_of_a_lost_rank_while_others_go_on_is_merged(bench: Be
     assert bench.watcher.queries.missing(1) == {}
 
 
-def test_a_last_snapshot_that_does_not_have_the_last_word_of_all_is_not_the_last(
+def test_final_snapshot_without_all_final_manifests_is_replaced(
     bench: Bench,
 ) -> None:
     bench.start(1)
@@ -483,7 +481,7 @@ def is_right(bench: Bench) -> None:
 
 @pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize("ended", [False, True])
-def test_a_run_that_takes_the_place_of_a_watched_one_is_begun_afresh(
+def test_replaced_run_is_watched_from_its_beginning(
     bench: Bench, merged: bool, ended: bool
 ) -> None:
     bench.start(2)
@@ -518,7 +516,7 @@ def test_a_run_that_takes_the_place_of_a_watched_one_is_begun_afresh(
 
 
 @pytest.mark.parametrize("final", [False, True])
-def test_a_snapshot_of_another_run_is_not_gone_on_from(bench: Bench, final: bool) -> None:
+def test_snapshot_of_another_run_is_not_used(bench: Bench, final: bool) -> None:
     for rank in bench.start(2):
         rank.step(TRAIN, 0, TENSORS).flush("ended" if final else "active")
     bench.turns(5)
@@ -579,7 +577,7 @@ def test_wait_for_step(bench: Bench) -> None:
     asyncio.run(act())
 
 
-def test_a_wait_ends_when_nothing_more_can_come(bench: Bench) -> None:
+def test_waiting_ends_when_nothing_more_can_come(bench: Bench) -> None:
     ranks = bench.start(2)
     bench.save(0)
     bench.save(1, 0)
@@ -605,7 +603,7 @@ def test_no_run_yet() -> None:
         run(RunWatcher("memory://empty", store=store).open())
 
 
-def test_a_snapshot_that_cannot_be_read_is_made_anew(bench: Bench) -> None:
+def test_unreadable_snapshot_is_written_again(bench: Bench) -> None:
     bench.start(2)
     for step in range(4):
         bench.save(step)
@@ -621,7 +619,7 @@ def test_a_snapshot_that_cannot_be_read_is_made_anew(bench: Bench) -> None:
     assert view.canonical() == from_scratch(bench.store).canonical()
 
 
-def test_a_torn_or_missing_object_stops_nobody(bench: Bench) -> None:
+def test_damaged_or_missing_objects_are_skipped(bench: Bench) -> None:
     bench.start(2)
     for step in range(6):
         bench.save(step)
@@ -649,7 +647,7 @@ def test_a_torn_or_missing_object_stops_nobody(bench: Bench) -> None:
     )
 
 
-def test_a_store_that_is_down_is_told_and_survived(bench: Bench) -> None:
+def test_store_outage_is_reported_and_survived(bench: Bench) -> None:
     bench.start(4)
     bench.save(0)
     bench.turn()
@@ -670,7 +668,7 @@ def test_a_store_that_is_down_is_told_and_survived(bench: Bench) -> None:
 
 @pytest.mark.parametrize(("gap_s", "most"), [(3.0, 2.0), (20.0, 3.0), (300.0, 10.0)])
 @pytest.mark.slow
-def test_a_rank_is_asked_about_as_often_as_it_writes(gap_s: float, most: float) -> None:
+def test_a_rank_is_read_about_as_often_as_it_writes(gap_s: float, most: float) -> None:
     ranks, steps = 16, 10
     bench = Bench()
     run(bench.watcher.open())
@@ -692,7 +690,7 @@ def test_a_rank_is_asked_about_as_often_as_it_writes(gap_s: float, most: float) 
     assert counts["list sessions"] <= seconds / 5 + 60
 
 
-def test_a_rank_that_has_ended_is_not_asked_again(bench: Bench) -> None:
+def test_a_rank_that_has_ended_is_not_read_again(bench: Bench) -> None:
     ranks = bench.start(8)
     bench.save(0)
     for rank in ranks[1:]:
@@ -733,7 +731,7 @@ def test_a_backlog_is_read_in_bulk(bench: Bench) -> None:
     assert bench.requests.counts["get manifests"] < ranks * (steps + 16)
 
 
-def test_a_manifest_that_is_written_while_its_neighbours_are_asked_for(bench: Bench) -> None:
+def test_manifest_written_between_two_reads_is_found(bench: Bench) -> None:
     bench.start(1)
     for step in range(30):
         bench.time += 2
@@ -756,7 +754,7 @@ def test_a_manifest_that_is_written_while_its_neighbours_are_asked_for(bench: Be
     assert bench.watcher.queries.view.canonical() == from_scratch(bench.store).canonical()
 
 
-def test_whoever_asks_in_the_middle_of_a_look_gets_what_the_last_one_found(bench: Bench) -> None:
+def test_queries_during_a_poll_see_the_previous_poll(bench: Bench) -> None:
     """That some ranks have ended is known then, and not yet what they saved."""
     bench.start(3)
     bench.save(0)
@@ -804,7 +802,9 @@ async def until(condition: Callable[[], object], watch: DirectoryWatcher) -> Non
 
 
 @pytest.mark.parametrize("kind", ["memory", "local"])
-def test_runs_below_a_place_are_found_as_they_appear(kind: str, tmp_path_factory: object) -> None:
+def test_runs_below_a_directory_are_found_as_they_appear(
+    kind: str, tmp_path_factory: object
+) -> None:
     store = (
         MemoryStore("place") if kind == "memory" else LocalStore(tmp_path_factory.mktemp("place"))  # type: ignore[attr-defined]
     )
@@ -837,7 +837,7 @@ def test_runs_below_a_place_are_found_as_they_appear(kind: str, tmp_path_factory
     asyncio.run(act())
 
 
-def test_who_asks_about_a_finished_run_that_was_resumed_is_told_of_that() -> None:
+def test_query_notices_that_a_finished_run_continues() -> None:
     store = MemoryStore("all")
     job = RunBuilder(StoreSubtree(store, "a"))
     job.rank(0).step(TRAIN, 0, TENSORS).end()
@@ -867,7 +867,7 @@ def save_more(job: RunBuilder) -> None:
     job.rank(0, attempt=1, now=time.time()).step(TRAIN, 1, TENSORS).flush()
 
 
-def test_a_place_that_is_a_run_and_one_that_another_coordinator_has() -> None:
+def test_directory_that_is_a_run_and_a_run_of_another_coordinator() -> None:
     store = MemoryStore("one")
     rank = RunBuilder(store).rank(0).step(TRAIN, 0, TENSORS).flush()
 

@@ -100,9 +100,7 @@ def assert_same(store: MemoryStore) -> None:
 @pytest.mark.parametrize("lost", [(), (1,), tuple(range(16))], ids=["all ended", "one", "all lost"])
 @pytest.mark.parametrize("ranks", [8, 16])
 @pytest.mark.parametrize("steps", [4, 40])
-def test_a_handful_of_requests_whatever_there_is(
-    ranks: int, steps: int, lost: tuple[int, ...]
-) -> None:
+def test_merged_run_opens_with_few_requests(ranks: int, steps: int, lost: tuple[int, ...]) -> None:
     store = MemoryStore()
     build(store, ranks, steps, lost=lost)
     assert requests_to_open(store) >= OPEN + ranks
@@ -112,7 +110,7 @@ def test_a_handful_of_requests_whatever_there_is(
     assert requests_to_open(store) == OPEN + (1 if lost else 0)
 
 
-def test_the_answers_are_the_same() -> None:
+def test_merging_changes_no_answer() -> None:
     store = MemoryStore()
     run = RunBuilder(store)
     writers = [run.rank(rank, 5) for rank in range(5)]
@@ -130,7 +128,7 @@ def test_the_answers_are_the_same() -> None:
     assert told(store) == before
 
 
-def test_numbers_of_a_merged_run_are_read_by_the_session() -> None:
+def test_scalars_of_a_merged_run_are_read_by_session() -> None:
     """They travelled in manifests; one request for all of a rank, as before it was merged."""
     store = MemoryStore()
     run = RunBuilder(store)
@@ -164,7 +162,7 @@ def test_numbers_of_a_merged_run_are_read_by_the_session() -> None:
         assert trial.tensor("loss").values(worker="worker_3")[19] == 319
 
 
-def test_merged_again_it_writes_nothing() -> None:
+def test_second_merge_writes_nothing() -> None:
     store = MemoryStore()
     build(store, lost=(3,))
     merge(store)
@@ -174,7 +172,7 @@ def test_merged_again_it_writes_nothing() -> None:
     assert store.objects == kept
 
 
-def test_no_run_is_no_run() -> None:
+def test_merge_without_a_run_raises() -> None:
     with pytest.raises(NoSuchRun):
         merge(MemoryStore())
 
@@ -182,7 +180,7 @@ def test_no_run_is_no_run() -> None:
 # -- what comes later ------------------------------------------------------------------------
 
 
-def test_a_run_that_is_resumed_afterwards_is_not_hidden() -> None:
+def test_run_that_continues_after_a_merge_is_visible() -> None:
     store = MemoryStore()
     build(store)
     merge(store)
@@ -202,7 +200,7 @@ def test_a_run_that_is_resumed_afterwards_is_not_hidden() -> None:
 
 
 @pytest.mark.parametrize("lost", [(2,), tuple(range(8))])
-def test_what_is_recovered_afterwards_is_not_hidden(lost: tuple[int, ...]) -> None:
+def test_data_recovered_after_a_merge_is_visible(lost: tuple[int, ...]) -> None:
     store = MemoryStore()
     writers = build(store, lost=lost)
     merge(store)
@@ -220,7 +218,7 @@ def assert_recovered(store: MemoryStore) -> None:
         assert trial.tensor("a").value(5, worker="worker_2")[0] == 205
 
 
-def test_a_live_run_is_merged_as_it_is_and_goes_on() -> None:
+def test_live_run_is_merged_as_it_is() -> None:
     store = MemoryStore()
     run = RunBuilder(store)
     writers = [work(run.rank(rank, 8), range(200)) for rank in range(8)]
@@ -241,7 +239,7 @@ def test_a_live_run_is_merged_as_it_is_and_goes_on() -> None:
         assert trial.last_complete_step == 200
 
 
-def test_it_goes_on_from_the_snapshot_of_a_coordinator_that_died() -> None:
+def test_merge_continues_from_a_dead_coordinators_snapshot() -> None:
     store = MemoryStore()
     run = RunBuilder(store)
     writers = [work(run.rank(rank, 8), range(3)) for rank in range(8)]
@@ -350,7 +348,7 @@ def test_merge_names_objects_that_are_gone(folder: str) -> None:
 # -- beside others ---------------------------------------------------------------------------
 
 
-def test_a_coordinator_that_is_at_work_is_left_to_it() -> None:
+def test_merge_does_not_disturb_an_active_coordinator() -> None:
     store = MemoryStore()
     writers = build(store, 8)
     late = work(RunBuilder(store).rank(8, 9), range(4))
@@ -409,7 +407,7 @@ def assert_merged(store: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_all_that_end_at_the_same_moment_make_one_snapshot(seed: int) -> None:
+def test_uploaders_that_end_together_write_one_snapshot(seed: int) -> None:
     store = Restless(seed)
     writers = build(store, 6, 2)
 
@@ -422,7 +420,7 @@ def test_all_that_end_at_the_same_moment_make_one_snapshot(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_killed_at_any_request_it_leaves_the_run_whole(seed: int) -> None:
+def test_merge_killed_at_any_request_loses_nothing(seed: int) -> None:
     store = Restless(seed)
     build(store, 6, 2, lost=(4,))
     before = told(store)
@@ -452,7 +450,7 @@ class Refusing(MemoryStore):
         await super().put(key, data, if_absent=if_absent)
 
 
-def test_a_store_that_refuses_is_an_error_and_for_an_uploader_a_note() -> None:
+def test_refusing_store_is_an_error_but_a_note_for_uploaders() -> None:
     store = Refusing()
     writers = build(store)
     store.refuses = True
@@ -477,7 +475,7 @@ def asked_by_last(store: MemoryStore, rank: Rank) -> int:
     return len(counting.gets) + len(counting.lists)
 
 
-def test_small_runs_are_not_worth_a_single_request() -> None:
+def test_small_runs_are_not_merged() -> None:
     for ranks, layouts in ((1, 1), (2, 1), (3, 1), (1, 3)):
         store = MemoryStore()
         writers = build(store, ranks)
@@ -486,7 +484,7 @@ def test_small_runs_are_not_worth_a_single_request() -> None:
         assert requests_to_open(store) <= 9
 
 
-def test_one_rank_of_many_layouts_is_worth_it() -> None:
+def test_one_rank_with_many_layouts_is_merged() -> None:
     store = MemoryStore()
     writer = RunBuilder(store).rank(0)
     for step in range(10):
@@ -498,7 +496,7 @@ def test_one_rank_of_many_layouts_is_worth_it() -> None:
 
 
 @pytest.mark.parametrize("layouts", [1, 100])
-def test_whoever_is_not_the_last_asks_once(layouts: int) -> None:
+def test_uploader_that_is_not_the_last_lists_once(layouts: int) -> None:
     store = MemoryStore()
     writers = build(store, 8)
     others = RunBuilder(store)
@@ -510,7 +508,7 @@ def test_whoever_is_not_the_last_asks_once(layouts: int) -> None:
     assert POINTER_KEY not in store.objects
 
 
-def test_more_than_an_uploader_should_read_is_left_to_others(
+def test_large_runs_are_not_merged_by_an_uploader(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = MemoryStore()
@@ -524,7 +522,7 @@ def test_more_than_an_uploader_should_read_is_left_to_others(
     assert pointer(store).final
 
 
-def test_an_elastic_restart_with_fewer_ranks_is_worth_it() -> None:
+def test_elastic_restart_with_fewer_ranks_is_merged() -> None:
     store = MemoryStore()
     build(store, 6, lost=range(6))
     run = RunBuilder(store)

@@ -113,7 +113,7 @@ def carry_out(seed: int, count: int, trouble: float) -> tuple[Schedule, Shards, 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 @pytest.mark.parametrize("trouble", [0.0, 0.15])
-def test_the_view_is_the_one_from_scratch(count: int, trouble: float) -> None:
+def test_sharded_view_equals_a_fresh_one(count: int, trouble: float) -> None:
     done: Counter[str] = Counter()
     for seed in range(6):
         schedule, shards, watcher = carry_out(seed, count, trouble)
@@ -162,7 +162,7 @@ def test_each_rank_has_one_shard() -> None:
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_a_call_that_is_executed_once_more_swallows_nothing(restarted: bool) -> None:
+def test_repeated_call_loses_no_facts(restarted: bool) -> None:
     store, clock = MemoryStore("run"), [1000.0]
     writer = RunBuilder(store).rank(0, world=1)
     writer.step(ModeKeys.TRAIN, 0, {}).flush()
@@ -192,7 +192,7 @@ def test_a_call_that_is_executed_once_more_swallows_nothing(restarted: bool) -> 
 
 @pytest.mark.parametrize("lacking", [0, 1])
 @pytest.mark.parametrize("there", [True, False])
-def test_what_a_snapshot_lacks_of_a_rank_is_asked_for_again(lacking: int, there: bool) -> None:
+def test_manifests_that_a_snapshot_lacks_are_read_again(lacking: int, there: bool) -> None:
     store, view = MemoryStore("run"), View()
     writer = RunBuilder(store).rank(0, world=1)
     for step in range(3):
@@ -216,7 +216,7 @@ def test_what_a_snapshot_lacks_of_a_rank_is_asked_for_again(lacking: int, there:
     assert poller.tracks[0, 0].final
 
 
-def test_a_shard_that_is_gone_holds_up_nobody() -> None:
+def test_missing_shard_does_not_block_the_others() -> None:
     store = MemoryStore("run")
     schedule = Schedule(store, 3)
     schedule.start(4, 0)

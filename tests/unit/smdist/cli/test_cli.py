@@ -25,7 +25,7 @@ def test_version() -> None:
     assert second.startswith("kernel: compiled" if kernel.compiled else "kernel: numpy")
 
 
-def test_a_path_without_a_run_is_said_plainly(
+def test_path_without_a_run_gives_a_plain_message(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     result = CliRunner().invoke(app, ["trial", str(tmp_path)])
@@ -40,7 +40,7 @@ def merge(path: Path, *options: str) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-def test_merge_says_what_it_did(tmp_path: Path) -> None:
+def test_merge_prints_its_result(tmp_path: Path) -> None:
     assert merge(tmp_path)[0] == 1
     run = RunBuilder(LocalStore(tmp_path))
     writers = [work(run.rank(rank, 3), range(4)) for rank in range(3)]
@@ -55,7 +55,7 @@ def test_merge_says_what_it_did(tmp_path: Path) -> None:
     assert "(final: " in text
 
 
-def test_merge_passes_over_what_is_gone_and_says_so(tmp_path: Path) -> None:
+def test_merge_skips_missing_manifests_and_names_them(tmp_path: Path) -> None:
     run = RunBuilder(LocalStore(tmp_path))
     for rank in range(2):
         work(run.rank(rank, 2), range(9))
@@ -69,7 +69,7 @@ def test_merge_passes_over_what_is_gone_and_says_so(tmp_path: Path) -> None:
         assert f"{gone}6.json was skipped" in text
 
 
-def test_merge_leaves_it_to_a_coordinator_that_is_at_work(tmp_path: Path) -> None:
+def test_merge_refuses_beside_an_active_coordinator(tmp_path: Path) -> None:
     finish(work(RunBuilder(LocalStore(tmp_path)).rank(0, 2), range(2)))
     watcher = RunWatcher(str(tmp_path))
     sync.run(watcher.open())

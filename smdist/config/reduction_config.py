@@ -71,7 +71,7 @@ def _by_list(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     return {key: tuple(value) for key, value in found.items()}
 
 
-class _Layer(Observable):
+class _ReductionLayer(Observable):
     """What was set on a ReductionConfig."""
 
     def __init__(self, own: dict[str, Any]) -> None:
@@ -86,7 +86,7 @@ class ReductionConfig(LayeredConfiguration):
     `abs_norms` take `l1` and `l2`. Attributes are checked when they are assigned.
     """
 
-    _layer: _Layer
+    _layer: _ReductionLayer
 
     reductions: Setting[ListView[str]] = Setting()
     abs_reductions: Setting[ListView[str]] = Setting()
@@ -106,7 +106,7 @@ class ReductionConfig(LayeredConfiguration):
     ) -> None:
         given = (reductions, abs_reductions, norms, abs_norms, save_raw_tensor, save_shape)
         pairs = zip(REDUCTION_KEYS, given, strict=True)
-        super().__init__(_Layer({key: _read_key(key, value) for key, value in pairs}))
+        super().__init__(_ReductionLayer({key: _read_key(key, value) for key, value in pairs}))
 
     @classmethod
     def partial(
@@ -114,7 +114,7 @@ class ReductionConfig(LayeredConfiguration):
     ) -> ReductionConfig:
         """Return a configuration that reads each setting that is not in `own` from `fallback`."""
         config = cls()
-        config._layer = _Layer(_from_flat(own or {}))
+        config._layer = _ReductionLayer(_from_flat(own or {}))
         config._fallback, config._is_partial = fallback, fallback is not None
         return config
 

@@ -22,7 +22,7 @@ from smdist.identity import ModeKeys
 __all__ = ["SaveConfig"]
 
 
-class _Layer(Observable):
+class _SaveLayer(Observable):
     """What was set on a SaveConfig.
 
     plain:    settings for all modes
@@ -47,9 +47,9 @@ class _Layer(Observable):
             self.partial.pop(mode, None)
             config.watch(self)
 
-    def copy(self) -> _Layer:
+    def copy(self) -> _SaveLayer:
         complete = {mode: config.copy() for mode, config in self.complete.items()}
-        return _Layer(dict(self.plain), complete, {m: dict(v) for m, v in self.partial.items()})
+        return _SaveLayer(dict(self.plain), complete, {m: dict(v) for m, v in self.partial.items()})
 
 
 class SaveConfig(LayeredConfiguration, SaveAttributes):
@@ -61,7 +61,7 @@ class SaveConfig(LayeredConfiguration, SaveAttributes):
     returns the value for mode GLOBAL.
     """
 
-    _layer: _Layer
+    _layer: _SaveLayer
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class SaveConfig(LayeredConfiguration, SaveAttributes):
     ) -> None:
         given = (save_interval, start_step, end_step, save_steps)
         plain = read_save_keys(dict(zip(SAVE_KEYS, given, strict=True)), "SaveConfig")
-        super().__init__(_Layer(plain, _read_modes(mode_save_configs), {}))
+        super().__init__(_SaveLayer(plain, _read_modes(mode_save_configs), {}))
         # With modes and nothing else, the other modes follow the hook in a collection.
         self._is_partial = mode_save_configs is not None and not plain
 
@@ -142,7 +142,7 @@ class SaveConfig(LayeredConfiguration, SaveAttributes):
 
     @property
     def mode_save_configs(self) -> Mapping[ModeKeys, SaveConfigMode]:
-        """Every mode with its settings; `set_save_config()` replaces them."""
+        """Return every mode with its settings; `set_save_config()` replaces them."""
         return MappingProxyType({mode: self.get_save_config(mode) for mode in ModeKeys})
 
     def merge_default_save_config(self, default_save_config: SaveConfig) -> None:

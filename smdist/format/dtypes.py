@@ -152,7 +152,7 @@ class Header(NamedTuple):
     size: int  # bytes of header and length field, which is where the data begins
 
 
-class _Item(msgspec.Struct, frozen=True):
+class _HeaderItem(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[Number, ...]
     data_offsets: tuple[Bytes, Bytes]
@@ -164,7 +164,7 @@ def header_bytes(entries: Iterable[HeaderEntry], metadata: Mapping[str, str]) ->
     for entry in entries:
         if entry.name in items or entry.name == "__metadata__":
             raise ValueError(f"the name {entry.name!r} is reserved or used twice in this header")
-        items[entry.name] = _Item(entry.dtype, entry.shape, (entry.start, entry.stop))
+        items[entry.name] = _HeaderItem(entry.dtype, entry.shape, (entry.start, entry.stop))
     text = msgspec.json.encode(items)
     text += b" " * (-len(text) % 8)
     return _LENGTH.pack(len(text)) + text
@@ -190,8 +190,8 @@ def _parse(text: bytes, size: int) -> Header:
     raw_metadata = items.pop("__metadata__", None)
     entries = []
     for name, raw in items.items():
-        item = msgspec.json.decode(raw, type=_Item)
-        check(_Item, item)
+        item = msgspec.json.decode(raw, type=_HeaderItem)
+        check(_HeaderItem, item)
         entries.append(HeaderEntry(name, item.dtype, item.shape, *item.data_offsets))
     metadata = msgspec.json.decode(raw_metadata, type=dict[str, str]) if raw_metadata else {}
     return Header(tuple(entries), metadata, size)

@@ -58,7 +58,7 @@ def test_members_of_a_vast_set_are_not_listed() -> None:
 
 
 @pytest.mark.parametrize("spans", [((1, 1),), ((2, 1),), ((0, 2), (1, 3)), ((0, 2), (2, 3))])
-def test_ranges_that_are_none(spans: tuple[tuple[int, int], ...]) -> None:
+def test_invalid_intervals_are_rejected(spans: tuple[tuple[int, int], ...]) -> None:
     with pytest.raises(ValueError, match="is not an interval"):
         check_intervals(spans)
 
@@ -85,7 +85,7 @@ def manifest(*steps: StepEntry, **more: object) -> RankManifest:
         (manifest(include_workers=(0, -1)), "include_workers: -1 is not between 0"),
     ],
 )
-def test_a_field_that_is_out_of_its_range_is_named(made: RankManifest, said: str) -> None:
+def test_field_out_of_range_is_named(made: RankManifest, said: str) -> None:
     data = encode(made, "manifests/k")
     with pytest.raises(CorruptObject, match="read") as caught:
         decode(data, RankManifest, "manifests/k", "url")
@@ -93,7 +93,7 @@ def test_a_field_that_is_out_of_its_range_is_named(made: RankManifest, said: str
     assert said in str(caught.value)
 
 
-def test_what_is_in_its_range_is_decoded() -> None:
+def test_values_in_range_are_decoded() -> None:
     made = manifest(entry(segment="."), entry(segment="", offset=MAX_NUMBER), entry(layout=""))
     for one in (made, manifest(include_workers=(0, 7))):
         assert decode(encode(one, "k"), RankManifest, "k") == one
@@ -114,18 +114,18 @@ def test_what_is_in_its_range_is_decoded() -> None:
         (tuple[tuple[Rank, str], ...], ((1, ""), (2, "")), ((1, ""), (-2, ""))),
     ],
 )
-def test_marks(kind: object, good: object, bad: object) -> None:
+def test_constraints(kind: object, good: object, bad: object) -> None:
     check(kind, good)
     with pytest.raises(ValueError, match="is n"):
         check(kind, bad)
 
 
-def test_a_world_is_a_range() -> None:
+def test_expected_ranks_are_an_interval() -> None:
     assert World(MAX_RANKS, "all").expected_ranks() == ((0, MAX_RANKS),)
     assert World(3, (2, 0, 7, 10**12)).expected_ranks() == ((0, 1), (2, 3))
 
 
-def test_a_process_that_has_decoded_ends_as_it_should() -> None:
+def test_interpreter_exits_cleanly_after_decoding() -> None:
     """Constraints of msgspec itself crash an interpreter now and then when it ends."""
     script = (
         "import msgspec, smdist.format.manifest as m, smdist.format.stored_json as s\n"
@@ -147,7 +147,7 @@ def test_a_process_that_has_decoded_ends_as_it_should() -> None:
         ("\ud800", "\\ud800"),
     ],
 )
-def test_text_that_is_shown(text: str, shown: str) -> None:
+def test_printable_text(text: str, shown: str) -> None:
     assert printable(text) == shown
     assert printable(text).isprintable()
 

@@ -33,18 +33,18 @@ def public() -> dict[str, type]:
     }
 
 
-def test_every_error_is_exported_and_drawn() -> None:
+def test_every_error_is_exported_and_in_the_tree() -> None:
     assert sorted(public()) == sorted(errors.__all__)
     assert {"SmdistError", *drawn()} == set(errors.__all__)
 
 
 @pytest.mark.parametrize(("name", "parent"), drawn().items())
-def test_an_error_stands_under_its_base(name: str, parent: str) -> None:
+def test_each_error_is_below_its_base_in_the_tree(name: str, parent: str) -> None:
     bases = [kind.__name__ for kind in public()[name].__mro__[1:] if kind.__name__ in public()]
     assert bases[0] == parent
 
 
-def test_scripts_import_all_of_them_from_one_module() -> None:
+def test_all_errors_are_in_smdist_exceptions() -> None:
     assert set(errors.__all__) <= set(exceptions.__all__)
     assert all(getattr(exceptions, name) is kind for name, kind in public().items())
     assert len(set(exceptions.__all__)) == len(exceptions.__all__)

@@ -65,7 +65,7 @@ def test_save_all_saves_everything_and_activates_all() -> None:
     assert planner.next_due(TRAIN, 4) == 6
 
 
-def test_any_due_collection_saves_raw_wins_and_reductions_unite() -> None:
+def test_raw_of_any_due_collection_wins_and_reductions_unite() -> None:
     planner, manager = plan_for(
         include_collections=["weights", "often", "raw"],
         reduction_config=ReductionConfig(reductions=["mean"]),
@@ -95,7 +95,7 @@ def test_any_due_collection_saves_raw_wins_and_reductions_unite() -> None:
     assert planner.wants(WEIGHT, TRAIN, 3) is None
 
 
-def test_scalar_collections_keep_raw_whatever_the_hook_reduces() -> None:
+def test_scalar_collections_are_saved_raw_despite_reductions() -> None:
     planner, _ = plan_for(reduction_config=ReductionConfig(["mean"]), include_regex=["Loss"])
     assert planner.wants(LOSS, TRAIN, 0) == TensorPlan(
         True, frozenset({"mean"}), ("default", "losses")
@@ -131,12 +131,12 @@ def test_optimizer_variables_are_not_weights() -> None:
     assert planner.membership(MOMENTUM) == ("custom", "optimizer_variables", "weights")
 
 
-def test_membership_counts_collections_that_are_not_saved() -> None:
+def test_membership_includes_unsaved_collections() -> None:
     planner, _ = plan_for(include_regex=["fc1"])
     assert planner.wants(WEIGHT, TRAIN, 0) == TensorPlan(True, frozenset(), ("default", "weights"))
 
 
-def test_custom_collection_that_selects_nothing_is_an_error_at_the_first_step() -> None:
+def test_empty_custom_collection_fails_at_the_first_step() -> None:
     for arguments in ({"include_collections": ["mine"]}, {}):
         planner, manager = plan_for(**arguments)
         manager.get("mine")
@@ -149,7 +149,7 @@ def test_custom_collection_that_selects_nothing_is_an_error_at_the_first_step() 
         assert planner.next_due(TRAIN, 0) == 0
 
 
-def test_the_remedy_for_a_collection_that_selects_nothing_fits() -> None:
+def test_remedy_for_an_empty_collection_fits_its_cause() -> None:
     missing, _ = plan_for(include_collections=["wieghts"])
     with pytest.raises(InvalidCollectionConfiguration, match="did you mean 'weights'") as caught:
         missing.prepare()
@@ -164,7 +164,7 @@ def test_the_remedy_for_a_collection_that_selects_nothing_fits() -> None:
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
-def test_patterns_that_match_no_tensor_are_told_of_collections_that_were_due() -> None:
+def test_unmatched_patterns_of_due_collections_are_reported() -> None:
     planner, manager = plan_for(include_collections=["mine", "late"], include_regex=["fc1", "typo"])
     manager.get("mine").include(["weight$", "nowhere", "fc9"])
     manager.get("late").include("never")
@@ -181,7 +181,7 @@ def test_patterns_that_match_no_tensor_are_told_of_collections_that_were_due() -
     assert planner.unmatched()["mine"] == ("fc9",)
 
 
-def test_collections_of_other_frameworks_are_idle_not_wrong() -> None:
+def test_collections_of_other_frameworks_are_idle() -> None:
     planner, manager = plan_for(include_collections=["metrics", "layers", "weights"])
     planner.prepare()
     assert planner.idle() == ("metrics", "layers")
@@ -191,7 +191,7 @@ def test_collections_of_other_frameworks_are_idle_not_wrong() -> None:
     assert planner.idle() == ("layers",)
 
 
-def test_collections_that_select_and_are_not_saved_are_known() -> None:
+def test_unsaved_collections_are_reported() -> None:
     planner, manager = plan_for(include_collections=["mine"])
     for name in ("mine", "other"):
         manager.get(name).include("relu")
@@ -248,7 +248,7 @@ def test_next_due_is_the_first_step_with_anything_due(
         assert list(planner.at(TRAIN, step).due) == due
 
 
-def test_step_plans_are_shared_by_steps_with_the_same_due_collections() -> None:
+def test_steps_with_the_same_due_collections_share_a_plan() -> None:
     planner, _ = plan_for(save_config=SaveConfig(save_interval=5))
     assert planner.at(TRAIN, 0) is planner.at(TRAIN, 5)
     assert planner.at(TRAIN, 0) is not planner.at(EVAL, 0)
@@ -300,7 +300,7 @@ def test_a_change_takes_effect_at_once(change: Callable[[CollectionManager], obj
     assert not calls
 
 
-def test_the_documented_way_to_silence_losses() -> None:
+def test_end_step_zero_stops_saving_losses() -> None:
     planner, manager = plan_for(include_collections=["weights"])
     assert planner.wants(LOSS, TRAIN, 0)
     save_config(manager, "losses").end_step = 0
@@ -326,7 +326,7 @@ def test_explicit_tensors_are_kept_and_make_their_collections() -> None:
     assert "brand_new" in manager
 
 
-def test_description_fits_what_a_run_keeps() -> None:
+def test_description_has_the_fields_of_collection_info() -> None:
     planner, manager = plan_for(include_collections=["mine"])
     mine = manager.get("mine")
     mine.bind(mine.request(object(), False, True), ["^fc_"])
@@ -346,7 +346,7 @@ def test_a_script_s_configuration_does_not_keep_a_planner_alive() -> None:
     mine.end_step = 3
 
 
-def test_schedules_that_no_step_fulfils_are_known() -> None:
+def test_schedules_without_steps_are_reported() -> None:
     def planner(**settings: Any) -> Planner:
         planner, manager = plan_for(include_collections=["weights", "biases"])
         for name in ("weights", "biases"):

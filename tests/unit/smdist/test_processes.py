@@ -34,7 +34,7 @@ def test_this_process_is_alive() -> None:
     assert not is_alive(os.getpid(), ticks + 1), "another process of the same number"
 
 
-def test_one_that_ended_is_not_even_before_its_parent_noticed() -> None:
+def test_zombie_is_not_alive() -> None:
     process = start_sleeper()
     assert is_alive(process.pid, start_ticks(process.pid))
     process.kill()
@@ -46,7 +46,7 @@ def test_one_that_ended_is_not_even_before_its_parent_noticed() -> None:
 
 
 @pytest.mark.parametrize("by", ["pidfd", "polling"])
-def test_a_death_is_told(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_sets_the_event(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if by == "polling":
         monkeypatch.setattr(processes, "_open_pidfd", lambda _pid: -1)
     process = start_sleeper()
@@ -71,7 +71,7 @@ def pidfds() -> set[str]:
 
 
 @pytest.mark.parametrize("by", ["pidfd", "polling"])
-def test_leaving_before_the_death_leaves_nothing(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaving_before_the_exit_leaks_nothing(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if by == "polling":
         monkeypatch.setattr(processes, "_open_pidfd", lambda _pid: -1)
     before = pidfds()
@@ -86,7 +86,7 @@ def test_leaving_before_the_death_leaves_nothing(by: str, monkeypatch: pytest.Mo
     assert pidfds() == before
 
 
-def test_a_death_before_the_watch_is_told_at_once() -> None:
+def test_earlier_exit_sets_the_event_at_once() -> None:
     process = start_sleeper()
     ticks = start_ticks(process.pid)
     end(process)
@@ -99,7 +99,7 @@ def test_a_death_before_the_watch_is_told_at_once() -> None:
     assert asyncio.run(watch(os.getpid(), start_ticks(os.getpid()) + 1)), "the number was reused"
 
 
-def test_a_stopped_process_is_told_from_one_that_waits() -> None:
+def test_stopped_process_is_distinguished_from_a_waiting_one() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         try:
             assert not is_stopped(process.pid)

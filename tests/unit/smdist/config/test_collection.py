@@ -16,11 +16,11 @@ from smdist.errors import ConfigurationError
 from smdist.identity import ModeKeys
 
 
-class Ear:
-    heard = 0
+class Counter:
+    count = 0
 
     def changed(self) -> None:
-        self.heard += 1
+        self.count += 1
 
 
 @pytest.fixture
@@ -83,9 +83,9 @@ def test_names_can_be_edited_in_place() -> None:
     assert "a" not in collection.tensor_names
 
 
-def test_every_change_is_heard(manager: CollectionManager) -> None:
-    ear = Ear()
-    manager.watch(ear)
+def test_every_change_reaches_listeners(manager: CollectionManager) -> None:
+    listener = Counter()
+    manager.watch(listener)
     weights = manager.get("weights")
     assert weights.save_config is not None
     assert weights.reduction_config is not None
@@ -108,12 +108,12 @@ def test_every_change_is_heard(manager: CollectionManager) -> None:
         lambda: weights.bind(weights.unbound_requests[0], ["^fc1_output_"]),
     ]
     for place, change in enumerate(changes):
-        before = ear.heard
+        before = listener.count
         change()
-        assert ear.heard > before, place
-    before = ear.heard
+        assert listener.count > before, place
+    before = listener.count
     save.end_step = 5  # no longer the collection's
-    assert ear.heard == before
+    assert listener.count == before
 
 
 def test_built_in_collections_of_pytorch(manager: CollectionManager) -> None:
@@ -130,7 +130,7 @@ def test_built_in_collections_of_pytorch(manager: CollectionManager) -> None:
     assert manager.get("weights").include_regex == ["^(?!gradient).*weight"]
 
 
-def test_a_handed_out_collection_is_its_own_to_change(manager: CollectionManager) -> None:
+def test_changing_a_collection_does_not_change_the_hook(manager: CollectionManager) -> None:
     losses, weights = manager.get(CollectionKeys.LOSSES), manager.get(CollectionKeys.WEIGHTS)
     assert losses.save_config is not None
     assert weights.save_config is not None
@@ -164,10 +164,10 @@ def test_adding_replaces_and_keeps_built_in_patterns(manager: CollectionManager)
     manager.add(mine)
     assert manager.get("losses") is mine
     assert mine.matches("CrossEntropyLoss_output_0")
-    ear = Ear()
-    manager.watch(ear)
+    listener = Counter()
+    manager.watch(listener)
     former.include("x")
-    assert ear.heard == 0
+    assert listener.count == 0
     with pytest.raises(ConfigurationError, match="is not a Collection"):
         manager.add(3)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="no collection 'zz'"):
@@ -193,7 +193,7 @@ def test_requests_are_recorded_in_any_order() -> None:
     assert collection.bound_regex == (r"^fc1_output_\d+$",)
 
 
-def test_data_and_back(manager: CollectionManager) -> None:
+def test_round_trip_through_dict_json_and_pickle(manager: CollectionManager) -> None:
     mine = Collection(
         "c",
         include_regex=["a"],
@@ -225,8 +225,8 @@ def test_a_collection_that_moves_follows_its_new_hook(manager: CollectionManager
     assert mine.save_config.schedule(ModeKeys.TRAIN) == Schedule(7, 4)
     assert mine.reduction_config is not None
     assert mine.reduction_config.names == {"mean"}
-    ear = Ear()
-    other.watch(ear)
+    listener = Counter()
+    other.watch(listener)
     other.reduction_config.norms = ["l1"]
-    assert ear.heard
+    assert listener.count
     assert mine.reduction_config.names == {"mean", "l1"}

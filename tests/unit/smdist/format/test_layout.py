@@ -29,7 +29,7 @@ wishes = st.lists(
 
 
 @given(wishes)
-def test_everything_has_its_own_aligned_place_and_no_holes(wanted: list[PlacementRequest]) -> None:
+def test_tensors_are_aligned_without_overlap_or_gaps(wanted: list[PlacementRequest]) -> None:
     layout = arrange(wanted, ("sum", "max"))
     spans = [(e.offset, e.offset + e.nbytes) for e in layout.tensors if e.offset >= 0]
     for entry, asked in zip(layout.tensors, wanted, strict=True):
@@ -56,7 +56,7 @@ def test_rows_are_numbered_in_order_of_capture(wanted: list[PlacementRequest]) -
 
 
 @given(wishes)
-def test_layouts_survive_json_and_equal_ones_have_one_digest(
+def test_layouts_round_trip_and_equal_ones_share_a_digest(
     wanted: list[PlacementRequest],
 ) -> None:
     layout = arrange(wanted, ("sum",))
@@ -69,13 +69,13 @@ def test_a_different_name_is_a_different_layout() -> None:
     assert arrange([wish("a")], ()).digest() != arrange([wish("b")], ()).digest()
 
 
-def test_shapes_alone_need_no_bytes() -> None:
+def test_shape_only_layouts_have_no_bytes() -> None:
     layout = arrange([wish("a", raw=False)], ("sum",))
     assert (layout.nbytes, layout.checksums_offset, layout.columns) == (0, -1, ())
     assert layout.tensors[0].shape == (3,)
 
 
-def test_a_reader_ignores_what_a_newer_writer_adds() -> None:
+def test_unknown_fields_are_ignored() -> None:
     text = arrange([wish("a")], ()).to_json()[:-1] + b',"novelty":1}'
     digest = hashlib.blake2b(text, digest_size=12).hexdigest()
     assert Layout.from_json(text, digest, "k").tensors[0].name == "a"

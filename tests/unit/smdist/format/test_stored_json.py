@@ -16,14 +16,14 @@ RUN = Run("id", 1.5, "pytörch")
 DATA = encode(RUN, "run.json")
 
 
-def test_what_was_stored_is_read_back_by_anybody() -> None:
+def test_stored_json_round_trips() -> None:
     assert decode(DATA, Run, "run.json") == RUN
     plain = json.loads(DATA)
     assert (plain["run_id"], plain["framework"]) == ("id", "pytörch")
     assert list(plain)[-1] == "crc32c"
 
 
-def test_every_flipped_bit_is_noticed() -> None:
+def test_every_flipped_bit_is_detected() -> None:
     for at in range(8 * len(DATA)):
         damaged = bytearray(DATA)
         damaged[at // 8] ^= 1 << at % 8
@@ -31,13 +31,13 @@ def test_every_flipped_bit_is_noticed() -> None:
             decode(bytes(damaged), Run, "run.json")
 
 
-def test_every_cut_and_every_addition_is_noticed() -> None:
+def test_every_truncation_and_addition_is_detected() -> None:
     for data in [*(DATA[:end] for end in range(len(DATA))), DATA + b" ", DATA + DATA, DATA[1:]]:
         with pytest.raises(CorruptObject):
             decode(data, Run, "run.json")
 
 
-def test_what_lies_under_another_key_is_not_believed() -> None:
+def test_object_under_another_key_is_rejected() -> None:
     with pytest.raises(CorruptObject, match="another key"):
         decode(DATA, Run, "sessions/run.json")
 
@@ -47,7 +47,7 @@ class _Any(msgspec.Struct):
 
 
 @pytest.mark.parametrize("text", [b'{"a":' + b"[" * 100_000, b'{"a":"\xff"', b'{"b":1', b"[1", b""])
-def test_what_has_a_checksum_and_makes_no_sense_is_an_error_of_ours(text: bytes) -> None:
+def test_invalid_content_with_valid_checksum_is_corrupt(text: bytes) -> None:
     import google_crc32c
 
     checksum = google_crc32c.value(b"key" + text)
@@ -55,7 +55,7 @@ def test_what_has_a_checksum_and_makes_no_sense_is_an_error_of_ours(text: bytes)
         decode(text + b',"crc32c":"%08x"}' % checksum, _Any, "key")
 
 
-def test_noise_is_an_error_of_ours() -> None:
+def test_random_bytes_are_corrupt() -> None:
     chance = random.Random(1)
     for _ in range(2000):
         with pytest.raises(CorruptObject):

@@ -221,7 +221,7 @@ def test_float64_sum_that_overflows_has_no_infinite_elements(implementation: Any
     assert found["sum"] == found["abs_sum"] == np.inf
 
 
-def test_infinities_as_numpy_has_them(implementation: Any) -> None:
+def test_infinities_match_numpy(implementation: Any) -> None:
     for specials in ([np.inf], [-np.inf], [np.inf, -np.inf], [np.nan, np.inf]):
         array = np.arange(10_000, dtype=np.float32)
         array[[17 + 5000 * i for i in range(len(specials))]] = specials
@@ -235,7 +235,7 @@ def test_negative_zero_counts(implementation: Any) -> None:
 
 
 @pytest.mark.torch
-def test_flushing_of_subnormals_is_not_seen() -> None:
+def test_flush_denormal_does_not_change_statistics() -> None:
     import torch
 
     array, out = np.full(100, 1e-42, np.float32), np.zeros(10)
@@ -301,7 +301,7 @@ def test_many_tensors_in_rows_with_a_stride(implementation: Any) -> None:
         check(dict(zip(kernel.COLUMNS, row[:10].tolist(), strict=True)), array)
 
 
-def test_refuses_what_it_does_not_know(implementation: Any) -> None:
+def test_unknown_dtypes_are_rejected(implementation: Any) -> None:
     array, out = np.zeros(8), np.zeros(10)
     a, o = array.ctypes.data, out.ctypes.data
     with pytest.raises(ValueError, match="C64"):
@@ -485,7 +485,7 @@ def test_compiled_and_python_frames_are_equal(implementation: Any) -> None:
     ("place", "value"),
     [(0, 0), (1, 0), (2, -1), (3, 0), (4, b"x" * 33), (6, 1 << 32), (7, 1 << 32), (8, -1)],
 )
-def test_a_record_of_nonsense_writes_nothing(
+def test_invalid_record_arguments_write_nothing(
     implementation: Any, place: int, value: object
 ) -> None:
     memory = np.zeros(32, np.uint64)
@@ -501,7 +501,7 @@ def test_a_record_of_nonsense_writes_nothing(
     assert not memory.any()
 
 
-def test_a_record_at_no_place_of_a_frame_writes_nothing(implementation: Any) -> None:
+def test_record_at_an_invalid_frame_address_writes_nothing(implementation: Any) -> None:
     memory, cursor = np.zeros(32, np.uint64), np.zeros(2, np.uint64)
     at = memory.ctypes.data
     for nowhere in (0, at + 12):
@@ -529,7 +529,7 @@ GUARDED = st.one_of(
 @given(
     size=GUARDED, skew=st.integers(0, 63), origin=st.integers(0, 1 << 40), seed=st.integers(0, 9)
 )
-def test_guards_are_the_same_whoever_computes_them(
+def test_compiled_and_numpy_guards_are_equal(
     implementation: Any, size: int, skew: int, origin: int, seed: int
 ) -> None:
     source, target = random_array("U8", size + skew, seed)[skew:], np.zeros(size + 64, np.uint8)
@@ -555,7 +555,7 @@ def test_any_change_of_a_small_range_changes_its_guard(
 
 
 @pytest.mark.parametrize("dtype", ["F32", "F64", "F16"])
-def test_a_guard_sees_signs_and_places(implementation: Any, dtype: str) -> None:
+def test_guard_depends_on_signs_and_positions(implementation: Any, dtype: str) -> None:
     """Changes that sums of words do not see: they cancel, bit by bit or word by word."""
     values = random_array(dtype, 128, 1)
     found = {guard_of(implementation, values)}
@@ -571,7 +571,7 @@ def test_a_guard_sees_signs_and_places(implementation: Any, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [2049, 4096, 10_000, 65_536, 300_001])
-def test_a_guard_sees_what_another_part_overwrites(implementation: Any, nbytes: int) -> None:
+def test_guard_detects_an_overwriting_part(implementation: Any, nbytes: int) -> None:
     """Parts in an arena begin at multiples of 64 and have more than 512 bytes."""
     before = random_array("U8", nbytes, 1)
     other = random_array("U8", nbytes, 2)
@@ -582,7 +582,7 @@ def test_a_guard_sees_what_another_part_overwrites(implementation: Any, nbytes: 
         assert guard_of(implementation, after) != expected, start
 
 
-def test_the_guard_of_ranges_depends_on_their_places(implementation: Any) -> None:
+def test_guard_of_ranges_depends_on_their_positions(implementation: Any) -> None:
     data = random_array("U8", 2048, 3)
     at = data.ctypes.data
     both = implementation.guard([at, at + 1024], [1024, 1024], at)

@@ -50,9 +50,7 @@ def save(run: RunBuilder, *steps: int) -> None:
     rank.end()
 
 
-def test_only_saved_steps_are_visited_and_the_end_of_the_job_is_the_end(
-    run: RunBuilder, tmp_path: Path
-) -> None:
+def test_only_saved_steps_are_visited_until_the_job_ends(run: RunBuilder, tmp_path: Path) -> None:
     save(run, 0, 500, 1000)
     rule = Watch(create_trial(tmp_path))
     invoke_rule(rule)
@@ -77,7 +75,7 @@ def test_a_bounded_range_of_a_live_job_does_not_wait_for_more(
     assert rule.seen == [0, 1]
 
 
-def test_the_condition_is_raised_only_when_asked_for(run: RunBuilder, tmp_path: Path) -> None:
+def test_condition_is_raised_only_on_request(run: RunBuilder, tmp_path: Path) -> None:
     save(run, 0, 10, 20)
     rule = Watch(create_trial(tmp_path), threshold=5)
     invoke_rule(rule)
@@ -87,7 +85,7 @@ def test_the_condition_is_raised_only_when_asked_for(run: RunBuilder, tmp_path: 
     assert (met.value.rule_name, met.value.step) == ("Watch", 10)
 
 
-def test_a_rule_can_say_that_it_is_done(run: RunBuilder, tmp_path: Path) -> None:
+def test_rule_can_end_itself(run: RunBuilder, tmp_path: Path) -> None:
     class Once(Watch):
         def invoke_at_step(self, step: int) -> bool:
             self.seen.append(step)
@@ -111,7 +109,7 @@ def test_a_live_job_is_followed_to_its_end(run: RunBuilder, tmp_path: Path) -> N
     assert rule.seen == [0, 7]
 
 
-def test_steps_without_the_tensor_are_passed_over(run: RunBuilder, tmp_path: Path) -> None:
+def test_steps_without_the_tensor_are_skipped(run: RunBuilder, tmp_path: Path) -> None:
     rank = run.rank(0)
     rank.step(TRAIN, 0, {"x": np.ones(1)}).step(TRAIN, 1, {"y": np.ones(1)})
     rank.step(TRAIN, 2, {"x": np.ones(1)}).end()
@@ -120,9 +118,7 @@ def test_steps_without_the_tensor_are_passed_over(run: RunBuilder, tmp_path: Pat
     assert rule.seen == [0, 2]
 
 
-def test_partial_steps_are_judged_once_no_more_of_them_can_come(
-    run: RunBuilder, tmp_path: Path
-) -> None:
+def test_partial_steps_are_evaluated_once_they_are_final(run: RunBuilder, tmp_path: Path) -> None:
     one, two = run.rank(0, 2), run.rank(1, 2)
     one.step(TRAIN, 0, {"x": np.ones(1)}).step(TRAIN, 1, {"x": np.ones(1)}).end()
     two.step(TRAIN, 0, {"x": np.ones(1)}).lose()
@@ -164,7 +160,7 @@ def test_required_tensors(run: RunBuilder, tmp_path: Path) -> None:
     rule.invoke(0)
 
 
-def test_the_trial_stands_still_while_a_rule_looks(run: RunBuilder, tmp_path: Path) -> None:
+def test_trial_is_not_refreshed_while_a_rule_runs(run: RunBuilder, tmp_path: Path) -> None:
     rank = run.rank(0).step(TRAIN, 0, {"x": np.ones(1)}).flush()
 
     class Grow(Watch):
@@ -179,13 +175,13 @@ def test_the_trial_stands_still_while_a_rule_looks(run: RunBuilder, tmp_path: Pa
     assert rule.seen == [0]
 
 
-def test_a_rule_must_say_what_it_looks_for(run: RunBuilder, tmp_path: Path) -> None:
+def test_rule_must_define_its_condition(run: RunBuilder, tmp_path: Path) -> None:
     save(run, 0)
     with pytest.raises(TypeError):
         Rule(create_trial(tmp_path))  # type: ignore[abstract]
 
 
-def test_the_names_of_older_exceptions_are_there() -> None:
+def test_smdebug_exception_names_exist() -> None:
     for name in smdist.exceptions.__all__:
         assert issubclass(getattr(smdist.exceptions, name), SmdistError), name
     older = ("", "Customer", "NotImplemented", "Runtime", "Type", "Value")

@@ -15,7 +15,7 @@ def seqs_of(spans: list[ManifestSpan]) -> list[int]:
 
 
 @given(numbers, numbers)
-def test_a_stretch_is_covered_exactly_in_order_and_by_few(one: int, other: int) -> None:
+def test_cover_is_exact_ordered_and_short(one: int, other: int) -> None:
     first, upto = sorted((one, other))
     spans = covering_spans(range(first, upto))
     assert seqs_of(spans) == list(range(first, upto))
@@ -26,7 +26,7 @@ def test_a_stretch_is_covered_exactly_in_order_and_by_few(one: int, other: int) 
 
 
 @given(numbers)
-def test_from_the_beginning_every_span_that_is_asked_for_was_due(count: int) -> None:
+def test_every_covering_span_was_written(count: int) -> None:
     spans = covering_spans(range(count))
     digits = count // 4096 + count % 4096 // 256 + count % 256 // 16 + count % 16
     assert len(spans) == digits
@@ -35,12 +35,12 @@ def test_from_the_beginning_every_span_that_is_asked_for_was_due(count: int) -> 
 
 
 @given(st.sets(st.integers(0, 600)))
-def test_what_is_not_there_is_in_no_span(seqs: set[int]) -> None:
+def test_spans_exclude_missing_manifests(seqs: set[int]) -> None:
     assert seqs_of(covering_spans(seqs)) == sorted(seqs)
 
 
 @given(numbers)
-def test_those_that_are_due_end_with_the_newest_manifest(count: int) -> None:
+def test_spans_to_write_end_with_the_newest_manifest(count: int) -> None:
     spans = spans_ending_at(count)
     assert len(spans) == sum(count % length == 0 for length in SPAN_LENGTHS if count)
     assert all(span.upto == count and span.length in SPAN_LENGTHS for span in spans)
@@ -49,7 +49,7 @@ def test_those_that_are_due_end_with_the_newest_manifest(count: int) -> None:
 
 
 @given(st.integers(0, 40), st.sampled_from(SPAN_LENGTHS))
-def test_the_parts_of_a_span_are_what_is_written_before_it(number: int, length: int) -> None:
+def test_children_of_a_span_were_written_before_it(number: int, length: int) -> None:
     span = ManifestSpan(number * length, (number + 1) * length)
     parts = span.children()
     assert seqs_of(parts) == list(range(*span))

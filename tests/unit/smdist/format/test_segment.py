@@ -81,7 +81,7 @@ EVERY_DTYPE = [
 
 
 @pytest.mark.torch
-def test_every_dtype_opens_outside_and_reads_back_bit_for_bit(tmp_path: Path) -> None:
+def test_every_dtype_is_readable_by_safetensors_and_by_us(tmp_path: Path) -> None:
     import torch
 
     values = {
@@ -132,7 +132,7 @@ ODD_NAMES = [
 ]
 
 
-def test_any_name_is_kept_and_opens_outside(tmp_path: Path) -> None:
+def test_any_name_is_readable_by_safetensors(tmp_path: Path) -> None:
     values = {name: np.array([i], "f4") for i, name in enumerate(ODD_NAMES)}
     scribe = Scribe()
     scribe.part(values, 5, statistics={ODD_NAMES[0]: {"sum": 1.0}})
@@ -225,7 +225,7 @@ def test_layouts_are_shared_between_steps_and_blocks_are_aligned() -> None:
     assert segment.nbytes == sum(memoryview(chunk).nbytes for chunk in segment.chunks)
 
 
-def test_nothing_to_store_makes_no_object() -> None:
+def test_empty_blocks_make_no_object() -> None:
     scribe = Scribe()
     scribe.close(3)
     segment = write(scribe)
@@ -234,7 +234,7 @@ def test_nothing_to_store_makes_no_object() -> None:
     assert segment.entries[0].closed
 
 
-def test_shapes_alone_make_a_layout_and_no_object() -> None:
+def test_shape_only_blocks_make_a_layout_but_no_object() -> None:
     scribe = Scribe()
     scribe.part({"w": np.ones((2, 3))}, 0, raw=False)
     segment = write(scribe)
@@ -242,7 +242,7 @@ def test_shapes_alone_make_a_layout_and_no_object() -> None:
     assert segment.layouts[segment.entries[0].layout].tensors[0].shape == (2, 3)
 
 
-def test_a_tensor_that_lies_about_its_size_spoils_no_other(tmp_path: Path) -> None:
+def test_wrong_tensor_size_does_not_affect_other_tensors(tmp_path: Path) -> None:
     scribe = Scribe()
     piece = scribe.part({"odd": np.ones(3, "f4"), "good": np.ones(2, "f4")}, 0)
     assert piece.kind is not None
@@ -266,7 +266,7 @@ def spans_of(segment: Segment, name: str) -> DataRanges:
     return DataRanges(*(span.shifted(segment.entries[0].offset) for span in found))
 
 
-def test_a_flipped_bit_is_found_and_named() -> None:
+def test_flipped_bit_is_detected_and_named() -> None:
     scribe = Scribe()
     scribe.part({"w": np.arange(9.0), "v": np.arange(3.0)}, 0)
     segment = write(scribe)
@@ -278,7 +278,7 @@ def test_a_flipped_bit_is_found_and_named() -> None:
     assert read_back(segment, "v", data=bytes(spoiled)).tolist() == [0, 1, 2]
 
 
-def test_a_short_object_is_found() -> None:
+def test_truncated_object_is_detected() -> None:
     scribe = Scribe()
     scribe.part({"w": np.arange(9.0)}, 0)
     segment = write(scribe)
@@ -287,7 +287,7 @@ def test_a_short_object_is_found() -> None:
         read_back(segment, "w", data=data[: spans_of(segment, "w").data.stop - 1])
 
 
-def test_spoiled_statistics_are_found() -> None:
+def test_damaged_statistics_are_detected() -> None:
     scribe = Scribe()
     scribe.part({"a": np.ones(2)}, 0, statistics={"a": {"sum": 2.0}})
     segment = write(scribe)

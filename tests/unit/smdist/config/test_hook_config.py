@@ -62,7 +62,7 @@ def test_home_expands_and_urls_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert HookConfig.from_arguments(PYTORCH, out_dir="file:///x").out_dir == "file:///x"
 
 
-def test_paths_are_those_of_the_folder_the_hook_was_built_in(
+def test_relative_paths_resolve_at_construction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -72,7 +72,9 @@ def test_paths_are_those_of_the_folder_the_hook_was_built_in(
     assert HookConfig.from_json(PYTORCH, {"LocalPath": "run"}, environ={}).out_dir == config.out_dir
 
 
-def test_a_working_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removed_working_directory_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
@@ -90,7 +92,7 @@ def test_a_working_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.Mo
         ({}, None),
     ],
 )
-def test_where_tensorboard_goes(arguments: dict[str, Any], directory: str | None) -> None:
+def test_tensorboard_directory(arguments: dict[str, Any], directory: str | None) -> None:
     config = HookConfig.from_arguments(PYTORCH, out_dir="/o", **arguments)
     assert config.tensorboard_dir == directory
     assert config.export_tensorboard == (directory is not None)
@@ -149,7 +151,7 @@ def test_wrong_arguments_name_key_and_remedy(arguments: dict[str, Any], message:
         HookConfig.from_arguments(PYTORCH, **({"out_dir": "o", **arguments} if arguments else {}))
 
 
-def test_a_relative_place_in_a_directory_that_is_gone(
+def test_relative_path_in_a_removed_directory_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "gone").mkdir()
@@ -366,7 +368,7 @@ def test_repeated_collections_are_merged() -> None:
         ({"end_step": 5}, {"eval.start_step": "9"}, "collection 'c'.*EVAL"),
     ],
 )
-def test_steps_that_end_before_they_start_are_refused(
+def test_end_step_before_start_step_is_rejected(
     hook: dict[str, Any], collection: dict[str, Any], where: str
 ) -> None:
     entry = {"CollectionName": "c", "CollectionParameters": collection}
@@ -403,7 +405,7 @@ def test_request_of_the_sagemaker_sdk() -> None:
         ({}, True, SAGEMAKER_OUT_DIR),
     ],
 )
-def test_where_the_data_goes(top: dict[str, Any], sagemaker: bool, out_dir: str) -> None:
+def test_output_location_order(top: dict[str, Any], sagemaker: bool, out_dir: str) -> None:
     environ = {"TRAINING_JOB_NAME": "j"} if sagemaker else {}
     assert HookConfig.from_json(PYTORCH, top, environ=environ).out_dir == out_dir
 
@@ -441,7 +443,7 @@ def test_tensorboard_in_a_sagemaker_job_has_its_own_file(tmp_path: Path) -> None
         ),
     ],
 )
-def test_errors_say_where_and_what(hook: Any, collections: Any, message: str) -> None:
+def test_errors_name_location_and_value(hook: Any, collections: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         from_json(hook, collections)
 

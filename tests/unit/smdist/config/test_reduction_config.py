@@ -13,7 +13,7 @@ from smdist.errors import ConfigurationError, UnknownKey
 from smdist.kernel.tensor_stats import REDUCTIONS, columns_for
 
 
-def test_lists_come_to_canonical_names() -> None:
+def test_lists_resolve_to_canonical_names() -> None:
     config = ReductionConfig(
         reductions=["std", "variance", "nans", "q0.99", "l1"],
         abs_reductions=["mean"],
@@ -38,7 +38,7 @@ def test_lists_come_to_canonical_names() -> None:
         ("q0", "q0.0"),
     ],
 )
-def test_one_name_for_each(given: str, name: str) -> None:
+def test_each_reduction_has_one_canonical_name(given: str, name: str) -> None:
     assert canonical_reduction(given) == name
     assert ReductionConfig.from_dict({"reductions": given}).names == {name}
 
@@ -57,7 +57,7 @@ def test_one_name_for_each(given: str, name: str) -> None:
         ({"save_shape": 3}, "save_shape=3"),
     ],
 )
-def test_wrong_values_say_what_to_do(arguments: dict[str, Any], message: str) -> None:
+def test_wrong_values_name_the_remedy(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         ReductionConfig(**arguments)
     config = ReductionConfig()
@@ -77,7 +77,7 @@ def test_unknown_keys() -> None:
 @pytest.mark.parametrize("reductions", [[], ["mean"]])
 @pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize("shape", [False, True])
-def test_raw_is_kept_when_asked_for_or_nothing_else_is(
+def test_raw_is_kept_if_requested_or_if_nothing_else_is(
     reductions: list[str], raw: bool, shape: bool
 ) -> None:
     config = ReductionConfig(reductions=reductions, save_raw_tensor=raw, save_shape=shape)
@@ -95,7 +95,7 @@ def test_lists_can_be_edited_in_place() -> None:
     assert config.reductions == ["max"]
 
 
-def test_layers_read_through_key_by_key() -> None:
+def test_unset_keys_fall_back_one_by_one() -> None:
     hook = ReductionConfig(reductions=["mean"], norms=["l1"])
     child = ReductionConfig.partial({"save_raw_tensor": "true"}, fallback=hook)
     assert child.names == {"mean", "l1"}
@@ -108,7 +108,7 @@ def test_layers_read_through_key_by_key() -> None:
 
 
 @given(st.lists(st.sampled_from([*REDUCTIONS, "q0.25"])), st.booleans(), st.booleans())
-def test_data_and_back(names: list[str], raw: bool, shape: bool) -> None:
+def test_round_trip_through_dict_json_and_pickle(names: list[str], raw: bool, shape: bool) -> None:
     flat = {"reductions": ",".join(names), "save_raw_tensor": raw, "save_shape": str(shape)}
     config = ReductionConfig.from_dict(flat)
     assert config.names == set(names)

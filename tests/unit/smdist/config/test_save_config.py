@@ -59,7 +59,7 @@ def test_next_due_is_the_first_hit_of_the_rule(schedule: Schedule, step: int) ->
     assert schedule.should_save(step) == hit(step)
 
 
-def test_far_steps_cost_nothing() -> None:
+def test_next_due_of_a_huge_step_is_fast() -> None:
     assert Schedule(save_interval=7).next_due(10**15) == 10**15 + (-(10**15)) % 7
 
 
@@ -113,7 +113,7 @@ def test_unknown_modes_and_kinds() -> None:
         SaveConfig.parse(3)
 
 
-def test_modes_given_are_complete_others_follow_the_plain_settings() -> None:
+def test_given_modes_are_complete_others_use_plain_settings() -> None:
     config = SaveConfig({TRAIN: SaveConfigMode(save_interval=1), "eval": {"end_step": 2}})
     assert saved(config, 3, TRAIN) == [0, 1, 2]
     assert saved(config, 501, EVAL) == [0]
@@ -155,7 +155,7 @@ def test_save_steps_can_be_edited_in_place() -> None:
     assert config.save_steps == [4, 9]
 
 
-def test_layers_read_through_and_stay_apart() -> None:
+def test_unset_settings_fall_back_and_layers_stay_separate() -> None:
     hook = SaveConfig.partial({"save_interval": 10, "end_step": 90}, {EVAL: {"save_interval": 20}})
     child = SaveConfig.partial({"start_step": 5}, {EVAL: {"start_step": 6}}, fallback=hook)
     assert child.schedule(TRAIN) == Schedule(10, 5, 90)
@@ -168,7 +168,7 @@ def test_layers_read_through_and_stay_apart() -> None:
     assert child.schedule(TRAIN).end_step is None
 
 
-def test_partial_modes_under_a_hook_follow_it_elsewhere() -> None:
+def test_modes_that_are_not_set_follow_the_hook() -> None:
     hook = SaveConfig(save_interval=10)
     own = SaveConfig({TRAIN: SaveConfigMode(save_interval=1)})
     own.get_save_config(EVAL).start_step = 3
@@ -183,7 +183,7 @@ def test_partial_modes_under_a_hook_follow_it_elsewhere() -> None:
     assert complete.with_fallback(hook) is complete
 
 
-def test_framework_default_fills_only_what_was_not_given() -> None:
+def test_framework_default_applies_only_to_unset_settings() -> None:
     assert SaveConfig(end_step=20).with_default_interval(10).schedule(TRAIN) == Schedule(10, 0, 20)
     given = SaveConfig(save_interval=500)
     assert given.with_default_interval(10) is given
@@ -191,22 +191,22 @@ def test_framework_default_fills_only_what_was_not_given() -> None:
     assert plain.with_default_interval(500) is plain
 
 
-class Ear:
+class Counter:
     def __init__(self) -> None:
-        self.heard = 0
+        self.count = 0
 
     def changed(self) -> None:
-        self.heard += 1
+        self.count += 1
 
 
-def test_every_change_is_heard_once_or_more_and_reading_is_not() -> None:
+def test_changes_notify_listeners_but_reads_do_not() -> None:
     hook = SaveConfig()
     mode = SaveConfigMode()
     config = SaveConfig({TRAIN: mode}).with_fallback(hook)
-    ear = Ear()
-    config.watch(ear)
+    listener = Counter()
+    config.watch(listener)
     _ = (config.save_steps, config.schedule(EVAL), config.mode_save_configs, config.to_dict())
-    assert ear.heard == 0
+    assert listener.count == 0
     changes: tuple[Callable[[], object], ...] = (
         lambda: setattr(mode, "save_interval", 2),
         lambda: setattr(config, "end_step", 2),
@@ -215,18 +215,18 @@ def test_every_change_is_heard_once_or_more_and_reading_is_not() -> None:
         lambda: config.save_steps.extend([5]),
     )
     for change in changes:
-        before = ear.heard
+        before = listener.count
         change()
-        assert ear.heard > before
-    config.unwatch(ear)
-    before = ear.heard
+        assert listener.count > before
+    config.unwatch(listener)
+    before = listener.count
     config.end_step = 3
-    assert ear.heard == before
+    assert listener.count == before
 
 
-def test_a_watcher_is_not_kept_alive() -> None:
+def test_listeners_are_not_kept_alive() -> None:
     config = SaveConfig()
-    config.watch(Ear())
+    config.watch(Counter())
     config.end_step = 1
     assert not config._layer._listeners
 
@@ -259,7 +259,7 @@ def test_copies_are_equal_and_independent(config: SaveConfig) -> None:
         assert duplicate != config
 
 
-def test_copy_of_an_inheriting_config_is_detached() -> None:
+def test_copy_does_not_follow_the_fallback() -> None:
     hook = SaveConfig(save_interval=3)
     child = SaveConfig.partial({"end_step": 9}, fallback=hook)
     twin = child.copy()
@@ -267,7 +267,7 @@ def test_copy_of_an_inheriting_config_is_detached() -> None:
     assert twin.schedule(TRAIN) == Schedule(3, 0, 9)
 
 
-def test_parse_takes_what_hooks_take() -> None:
+def test_parse_accepts_the_types_that_hooks_accept() -> None:
     assert SaveConfig.parse(None) == SaveConfig()
     one = SaveConfigMode(save_interval=2)
     assert all(SaveConfig.parse(one).schedule(mode).save_interval == 2 for mode in ModeKeys)
@@ -278,13 +278,13 @@ def test_parse_takes_what_hooks_take() -> None:
     assert copy.deepcopy(one) == one == pickle.loads(pickle.dumps(one))
 
 
-def test_modes_that_were_not_given_take_over_a_default() -> None:
+def test_merge_default_applies_to_unset_modes() -> None:
     config = SaveConfig({TRAIN: SaveConfigMode(save_interval=2)})
     default = SaveConfig(save_interval=7)
-    ear = Ear()
-    config.watch(ear)
+    listener = Counter()
+    config.watch(listener)
     config.merge_default_save_config(default_save_config=default)
-    assert ear.heard
+    assert listener.count
     default.save_interval = 8  # it was copied
     assert config.schedule(TRAIN) == Schedule(2)
     assert config.schedule(EVAL) == Schedule(7)
@@ -294,7 +294,7 @@ def test_modes_that_were_not_given_take_over_a_default() -> None:
     assert complete.schedule(EVAL) == Schedule(end_step=3)
 
 
-def test_the_vocabulary_of_older_scripts() -> None:
+def test_smdebug_methods() -> None:
     one = SaveConfigMode.from_dict({"save_interval": 2}, default_values={"end_step": 5})
     assert one.schedule() == Schedule(2, end_step=5)
     config = SaveConfig.from_save_config_mode(save_config_mode=one)

@@ -57,7 +57,7 @@ def test_interleaved_steps_and_modes_stay_apart() -> None:
     assert (names(evaluated), evaluated.closed, evaluated.block) == (["a"], True, 1)
 
 
-def test_the_last_of_equal_names_wins_and_empty_parts_vanish() -> None:
+def test_last_of_equal_names_wins_and_empty_parts_are_removed() -> None:
     scribe = Scribe()
     scribe.part({"a": one(1)}, 0)
     scribe.part({"a": one(2), "b": one(3)}, 0)
@@ -66,7 +66,7 @@ def test_the_last_of_equal_names_wins_and_empty_parts_vanish() -> None:
     assert len(block.sources) == 1
 
 
-def test_a_close_alone_is_an_empty_block_and_a_drop_alone_none() -> None:
+def test_close_alone_makes_an_empty_block_drop_alone_none() -> None:
     scribe = Scribe()
     scribe.say(Drop(1, 3, 3, 0.0, ("c",), 100, "full"))
     scribe.close(4)
@@ -74,7 +74,7 @@ def test_a_close_alone_is_an_empty_block_and_a_drop_alone_none() -> None:
     assert (block.ref.mode_step, block.closed, block.sources, block.block) == (4, True, (), 1)
 
 
-def test_news_that_belong_to_no_step() -> None:
+def test_records_without_a_step() -> None:
     scribe = Scribe()
     scribe.say(Describe("k", b"old"))
     scribe.say(Trouble("oops", 3, 0.0))
@@ -158,9 +158,7 @@ def seen_by_reader(scribe: Scribe, ranges: list[list[Piece]]) -> tuple[View, set
 
 
 @given(stories, st.data())
-def test_a_reader_finds_the_same_wherever_the_journal_was_cut(
-    story: Story, data: st.DataObject
-) -> None:
+def test_result_does_not_depend_on_journal_cuts(story: Story, data: st.DataObject) -> None:
     scribe = tell(story)
     whole = seen_by_reader(scribe, [scribe.pieces])
     cuts = data.draw(st.lists(st.integers(1, len(scribe.pieces)), max_size=4))

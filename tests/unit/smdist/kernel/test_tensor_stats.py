@@ -79,7 +79,7 @@ def test_derivable_names_need_no_extra() -> None:
 
 
 @pytest.mark.parametrize("name", ["q", "q1.5", "q-0.1", "qnan", "q0.5x", "average", "abs_nans", ""])
-def test_other_names_are_refused(name: str) -> None:
+def test_unknown_names_are_rejected(name: str) -> None:
     assert not statistics.is_reduction(name)
     with pytest.raises(UnknownKey):
         columns_for([name])
@@ -87,12 +87,12 @@ def test_other_names_are_refused(name: str) -> None:
         derive(measure(np.ones(3)), COLUMNS, name)
 
 
-def test_refusal_names_the_nearest() -> None:
+def test_unknown_name_suggests_the_nearest() -> None:
     with pytest.raises(UnknownKey, match="did you mean 'variance'"):
         columns_for(["varience"])
 
 
-def test_an_extra_that_was_not_measured_is_said() -> None:
+def test_missing_extra_column_is_named() -> None:
     with pytest.raises(ValueError, match="'median' was not measured"):
         derive(measure(np.ones(3)), COLUMNS, "median")
     assert not statistics.derivable("q0.9", COLUMNS)
@@ -203,7 +203,7 @@ def test_infinities_without_nan() -> None:
     assert derive(everything(np.array([np.inf, np.inf])), EVERYTHING, "median") == math.inf
 
 
-def test_measure_into_writes_rows_where_told() -> None:
+def test_measure_into_writes_rows_at_the_given_addresses() -> None:
     arrays = [np.arange(n, dtype=np.float32) for n in (0, 1, 5, 900)]
     room = np.full((4, len(EVERYTHING) + 3), 7.0)
     arguments = ([kernel.address_of(a) for a in arrays], [a.size for a in arrays], ["F32"] * 4)

@@ -49,7 +49,7 @@ if hasattr(ml_dtypes, "float8_e8m0fnu"):
 
 
 @pytest.mark.parametrize("code", NATIVE + EXTRA)
-def test_codes_go_there_and_back(code: str) -> None:
+def test_codes_round_trip(code: str) -> None:
     assert dtype_code(numpy_dtype(code)) == code
     assert itemsize(code) == numpy_dtype(code).itemsize
 
@@ -73,17 +73,17 @@ def test_code_of_a_type(dtype: type, code: str) -> None:
 @pytest.mark.parametrize(
     "dtype", [">f4", "O", "U3", "M8[s]", "g", ml_dtypes.float8_e4m3b11fnuz, [("a", "f4")]]
 )
-def test_types_that_would_lose_something_are_refused(dtype: Any) -> None:
+def test_lossy_types_are_rejected(dtype: Any) -> None:
     with pytest.raises(CaptureError, match="without loss"):
         dtype_code(np.dtype(dtype))
 
 
-def test_an_unknown_code_says_what_could_help() -> None:
+def test_unknown_code_names_a_remedy() -> None:
     with pytest.raises(ValueError, match="newer smdist"):
         numpy_dtype("F3")
 
 
-def test_decode_copies_nothing_and_is_writable_as_its_buffer_is() -> None:
+def test_decode_is_a_view_and_writable_like_its_buffer() -> None:
     buffer = bytearray(np.arange(6, dtype=np.int16).tobytes())
     array = decode(buffer, "I16", (2, 3))
     array[1, 2] = 77
@@ -98,7 +98,7 @@ def test_decode_of_odd_shapes(shape: tuple[int, ...]) -> None:
     assert array.dtype == np.float32
 
 
-def test_decode_refuses_a_wrong_size() -> None:
+def test_decode_rejects_a_wrong_size() -> None:
     with pytest.raises(ValueError, match="8 bytes instead of 12 for F32 \\[3\\]"):
         decode(bytes(8), "F32", (3,))
 
@@ -129,7 +129,7 @@ names = st.text(st.characters(codec="utf-8"), max_size=40).filter(lambda n: n !=
 
 
 @given(st.lists(names, unique=True, max_size=8), st.dictionaries(names, names, max_size=3))
-def test_headers_go_there_and_back(tensors: list[str], metadata: dict[str, str]) -> None:
+def test_headers_round_trip(tensors: list[str], metadata: dict[str, str]) -> None:
     entries = tuple(
         HeaderEntry(name, "U16", (i, 2), 8 * i, 8 * i + 4 * i) for i, name in enumerate(tensors)
     )
@@ -150,13 +150,13 @@ def test_reads_what_safetensors_writes() -> None:
 
 
 @pytest.mark.parametrize("name", ["x", "__metadata__"])
-def test_a_name_twice_is_refused(name: str) -> None:
+def test_duplicate_names_are_rejected(name: str) -> None:
     entries = [HeaderEntry("x", "U8", (0,), 0, 0), HeaderEntry(name, "U8", (0,), 0, 0)]
     with pytest.raises(ValueError, match="used twice"):
         header_bytes(entries, {})
 
 
 @pytest.mark.parametrize("data", [b"", b"\x10\0\0\0\0\0\0\0{}"])
-def test_a_torn_header_is_refused(data: bytes) -> None:
+def test_incomplete_headers_are_rejected(data: bytes) -> None:
     with pytest.raises(ValueError, match="incomplete"):
         parse_header(data)

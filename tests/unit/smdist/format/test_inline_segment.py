@@ -41,14 +41,14 @@ def test_tensors_get_an_object_of_their_own(tensor: Array) -> None:
     assert decode(data, RankManifest, KEY).attached == b""
 
 
-def test_a_limit_of_nothing_attaches_nothing() -> None:
+def test_limit_zero_embeds_nothing() -> None:
     store, data = written({"loss": np.array(0.5)}, 0)
     assert len(sync.run(store.list("segments/"))) == 1
     assert extract_segment(KEY, decode(data, RankManifest, KEY)).data == b""
     assert not can_embed(Segment("", (), 0, (), {}), 1 << 16)
 
 
-def test_settled_entries_name_the_manifest_and_nothing_else_changes() -> None:
+def test_extraction_changes_only_the_segment_key() -> None:
     _, data = written({"loss": np.array(0.5)}, 1 << 16)
     stored = decode(data, RankManifest, KEY)
     settled, segment = extract_segment(KEY, stored)

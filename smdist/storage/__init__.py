@@ -1,4 +1,13 @@
-"""Stores: where runs are kept. `base` has the contract; import from the modules that hold things."""
+"""Stores: where runs are kept.
+
+store            the contract that every store fulfils
+urls             opens the store at a path or URL
+local            a directory; rooted_files, direct_io are its parts
+s3               S3 and compatible servers
+in_memory        for tests
+subtree          a folder of a store as a store
+loop_thread      runs coroutines for callers that are not asynchronous
+"""
 
 from __future__ import annotations
 

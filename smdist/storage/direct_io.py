@@ -1,11 +1,10 @@
-"""Large files written past the page cache.
+"""Write large files past the page cache (`O_DIRECT`).
 
-Nobody reads a segment back soon, so its pages would only take memory from the training job, and fresh
-pages are dear: on a virtual machine that gives free memory back to its host, 50 MB into the cache took
-120 ms of a processor. The same bytes through one small buffer that stays warm, straight to the disk
-(`O_DIRECT`), take 10 ms.
+A segment is not read back soon, so its pages would only take memory from the training job. Fresh pages
+are expensive, too: on a virtual machine that returns free memory to its host, 50 MB into the cache
+took 120 ms of a processor. The same bytes through one small warm buffer take 10 ms.
 
-A slow disk is spared: what it cannot take at once is better kept by the cache than by the job's buffer.
+On a slow disk the page cache is used: it holds the bytes better than the job's buffer would.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from collections.abc import Callable, Iterator
 
 __all__ = ["DirectWriter", "drop_front"]
 
-_BLOCK = 4096  # offsets, sizes and addresses are multiples of it: what any disk accepts
-_BUFFER = 2 << 20  # as fast as larger ones, and the copy into it stays in the cache of a core
-_LEAST = 1 << 20
+_BLOCK = 4096  # offsets, sizes and addresses are multiples of it: any disk accepts that
+_BUFFER = 2 << 20  # as fast as larger ones, and fits into the cache of a core
+_MIN_BYTES = 1 << 20
 _DIRECT = getattr(os, "O_DIRECT", 0)
-_SLOW = 100e6  # bytes per second
-_JUDGED = 8 << 20
-_SPARED_S = 10.0
+_SLOW_BYTES_PER_S = 100e6
+_MEASURED_BYTES = 8 << 20
+_PAUSE_S = 10.0
 
 
 class DirectWriter:
-    """The buffers of one store, and how its disk fares. Used by several threads at once."""
+    """The buffers of one store and the speed of its disk. Several threads may use it at once."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -38,12 +37,16 @@ class DirectWriter:
         self._not_before = clock()
 
     def write(self, descriptor: int, views: list[memoryview], check: Callable[[], None]) -> None:
-        """Take from the front of `views` what can be written so, if any; the rest stays in it.
+        """Write the front of `views` as far as possible and remove it; the rest stays in `views`.
 
-        `check` is called before each write, and may raise.
+        `check` is called before each write and may raise.
         """
         left = sum(view.nbytes for view in views)
-        if left < _LEAST or self._clock() < self._not_before or not _set_direct(descriptor, True):
+        if (
+            left < _MIN_BYTES
+            or self._clock() < self._not_before
+            or not _set_direct(descriptor, True)
+        ):
             return
         began, size = self._clock(), left
         try:
@@ -58,11 +61,11 @@ class DirectWriter:
                     if written % _BLOCK:
                         break
         except OSError as error:
-            if error.errno != errno.EINVAL:  # what a file system says that wants it otherwise
+            if error.errno != errno.EINVAL:  # the file system has other requirements
                 raise
         finally:
             _set_direct(descriptor, False)
-        self._judge(size - left, self._clock() - began)
+        self._note_speed(size - left, self._clock() - began)
 
     @contextlib.contextmanager
     def _buffer(self) -> Iterator[memoryview]:
@@ -74,16 +77,16 @@ class DirectWriter:
             yield view
         self._buffers.append(buffer)
 
-    def _judge(self, written: int, seconds: float) -> None:
-        if written >= _JUDGED and written < _SLOW * seconds:
-            self._not_before = self._clock() + _SPARED_S
+    def _note_speed(self, written: int, seconds: float) -> None:
+        if written >= _MEASURED_BYTES and written < _SLOW_BYTES_PER_S * seconds:
+            self._not_before = self._clock() + _PAUSE_S
 
 
 def _set_direct(descriptor: int, on: bool) -> bool:
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | _DIRECT if on else flags & ~_DIRECT)
-    except OSError:  # a file system that knows no such thing
+    except OSError:  # not supported by this file system
         return False
     return bool(_DIRECT)
 
@@ -99,7 +102,7 @@ def _fill(buffer: memoryview, views: list[memoryview], size: int) -> None:
 
 
 def drop_front(views: list[memoryview], size: int) -> None:
-    """Forget the first `size` bytes of `views`."""
+    """Remove the first `size` bytes from `views`."""
     whole = 0
     while whole < len(views) and views[whole].nbytes <= size:
         size -= views[whole].nbytes

@@ -1,4 +1,4 @@
-"""A store in this process's memory, for tests of what uses a store."""
+"""A store in the memory of this process, for tests."""
 
 from __future__ import annotations
 

@@ -1,17 +1,14 @@
 """A directory as a store.
 
-A put writes a temporary in `<root>/.tmp` and renames it, so readers, also on other machines that
-share the file system, see all of an object or none. Temporaries that a killed writer left behind
-are never listed nor readable, and go away when they are a day old. Files get the mode that the
-umask says: teammates can read a shared directory.
+A put writes a temporary file in `<root>/.tmp` and renames it. Readers, also on other machines that
+share the file system, see all of an object or none. Temporary files of a killed writer are neither
+listed nor readable, and are removed after a day. The umask decides who can read a file.
 
-Large objects go past the page cache, see `uncached`.
+Large objects are written past the page cache (`direct_io`). Symbolic links below the root are never
+followed (`rooted_files`).
 
-A run may have been written by anybody: symbolic links below the root are not followed, for reading,
-writing or listing, and what is no regular file is refused. The root itself may be a link.
-
-A put that returned is safe from the death of any process; `durable` makes it wait for the disk too,
-which costs throughput and protects against the machine's own end.
+A put that returned survives the death of any process. With `durable` it also waits for the disk, which
+costs throughput and protects against the loss of the machine.
 """
 
 from __future__ import annotations
@@ -54,7 +51,7 @@ _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
 class LocalStore:
-    """Loop-agnostic: file work runs in threads, so the caller's loop stays free."""
+    """Works with any event loop: file work runs in threads, so the caller's loop stays free."""
 
     def __init__(self, root: str | os.PathLike[str], *, durable: bool = False) -> None:
         self._root = os.path.abspath(os.path.expanduser(os.fspath(root)))
@@ -94,16 +91,16 @@ class LocalStore:
         except OSError as error:
             if error.errno in _NOT_THERE:
                 raise ObjectNotFound(self._root, key, "get") from None
-            self._refuse(error, key, "get")
+            self._raise_store_error(error, key, "get")
         except MemoryError:
-            detail = "so much of it was asked for that this process has no memory for it"
+            detail = "this process has not enough memory for the requested range"
             raise StoreError(self._root, key, "get", detail) from None
 
     async def list(self, prefix: str = "", *, after: str = "") -> Sequence[str]:
         return await _in_thread(lambda _: self._list(prefix, after))
 
     async def folders(self, prefix: str = "") -> Sequence[str]:
-        """Names of the directories directly under `prefix`."""
+        """Return the names of the directories directly under `prefix`."""
         return await _in_thread(lambda _: self._folders(prefix))
 
     async def delete(self, key: str) -> None:
@@ -111,7 +108,7 @@ class LocalStore:
         await _in_thread(lambda _: self._delete(key))
 
     async def close(self) -> None:
-        """Leave no empty directory of ours behind; another writer makes it again if it needs it."""
+        """Remove the directory of temporary files if it is empty; other writers create it again."""
         with contextlib.suppress(OSError):
             os.rmdir(self._temporaries)
 
@@ -128,10 +125,10 @@ class LocalStore:
             finally:
                 os.close(descriptor)
                 os.unlink(temporary)
-                with contextlib.suppress(OSError):  # another writer is at work in it
+                with contextlib.suppress(OSError):  # another writer uses it
                     os.rmdir(self._temporaries)
         except OSError as error:
-            self._refuse(error, "", "write")
+            self._raise_store_error(error, "", "write")
 
     def _put(
         self, key: str, data: Sequence[Buffer], if_absent: bool, stop: threading.Event
@@ -139,7 +136,7 @@ class LocalStore:
         try:
             descriptor, temporary = self._temporary()
         except OSError as error:
-            self._refuse(error, key, "put")
+            self._raise_store_error(error, key, "put")
         folder, _, name = key.rpartition("/")
         try:
             try:
@@ -156,7 +153,7 @@ class LocalStore:
                 if self._durable:
                     _sync_directory(parent)
         except OSError as error:
-            self._refuse(error, key, "put")
+            self._raise_store_error(error, key, "put")
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
@@ -170,11 +167,11 @@ class LocalStore:
             raise
 
     def _write(self, descriptor: int, data: Sequence[Buffer], stop: threading.Event) -> None:
-        """All buffers, in order, without joining them. A writev may write less than it was given."""
+        """Write all buffers in order, without joining them. A writev may write less than given."""
 
         def check() -> None:
             if stop.is_set():
-                raise InterruptedError(errno.EINTR, "the caller gave up")
+                raise InterruptedError(errno.EINTR, "the caller was cancelled")
 
         views = [_flat(memoryview(buffer)) for buffer in data if memoryview(buffer).nbytes]
         self._direct.write(descriptor, views, check)
@@ -190,7 +187,7 @@ class LocalStore:
         path = os.path.join(self._temporaries, name)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         for _ in range(8):
-            # Another writer's close() may remove the directory after it was found or made.
+            # The close() of another writer may remove the directory in between.
             with (
                 contextlib.suppress(FileNotFoundError),
                 self._files.folder(_TEMPORARY, create=True) as parent,
@@ -201,7 +198,7 @@ class LocalStore:
     def _sweep(self) -> None:
         oldest = time.time() - _STALE_S
         with contextlib.suppress(OSError), self._files.folder(_TEMPORARY) as parent:
-            for entry in self._files.names(_TEMPORARY):
+            for entry in self._files.entries(_TEMPORARY):
                 if os.lstat(entry.name, dir_fd=parent).st_mtime < oldest:
                     os.unlink(entry.name, dir_fd=parent)
 
@@ -212,24 +209,24 @@ class LocalStore:
         try:
             return sorted(self._walk(folder, prefix, after))
         except OSError as error:
-            self._refuse(error, prefix, "list")
+            self._raise_store_error(error, prefix, "list")
 
     def _walk(self, folder: str, prefix: str, after: str) -> Iterator[str]:
         try:
-            found = self._files.names(folder)
+            found = self._files.entries(folder)
         except (FileNotFoundError, NotADirectoryError):
-            # Never there, or gone since its parent was read. A root that is a file holds no key.
+            # It never existed, or was removed meanwhile. A root that is a file holds no key.
             return
         for entry in found:
-            # Ours, and those of NFS, which keeps replaced open files as `.nfs...`.
+            # Temporary files, and `.nfs...`, which NFS makes of open files that were replaced.
             if entry.name.startswith("."):
                 continue
             key = f"{folder}/{entry.name}" if folder else entry.name
             if entry.folder or entry.linked:
                 inside = f"{key}/"
                 if _may_match(inside, prefix) and (inside > after or after.startswith(inside)):
-                    if entry.linked:  # what is in it would be missed in silence
-                        raise self._files.is_link(key)
+                    if entry.linked:  # its keys would be missing silently
+                        raise self._files.link_error(key)
                     yield from self._walk(key, prefix, after)
             elif key.startswith(prefix) and key > after:
                 yield key
@@ -239,12 +236,12 @@ class LocalStore:
         if folder:
             check_key(self._root, folder)
         try:
-            found = self._files.names(folder)
+            found = self._files.entries(folder)
             return sorted(e.name for e in found if e.folder and not e.name.startswith("."))
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
-            self._refuse(error, prefix, "list")
+            self._raise_store_error(error, prefix, "list")
 
     def _delete(self, key: str) -> None:
         folder, _, name = key.rpartition("/")
@@ -253,16 +250,16 @@ class LocalStore:
                 os.unlink(name, dir_fd=parent)
         except OSError as error:
             if error.errno not in _NOT_THERE:
-                self._refuse(error, key, "delete")
+                self._raise_store_error(error, key, "delete")
 
-    def _refuse(self, error: OSError, key: str, operation: str) -> NoReturn:
-        kind, advice = StoreError, "; check that the store can be reached"
+    def _raise_store_error(self, error: OSError, key: str, operation: str) -> NoReturn:
+        kind, advice = StoreError, "; check that the file system can be reached"
         if error.errno in _FULL:
             kind, advice = StoreFull, "; free some space or choose another out_dir"
         elif error.errno in _FORBIDDEN:
             kind, advice = StoreForbidden, "; choose a directory that this user may write"
             if operation in ("get", "list"):
-                advice = "; ask for the right to read it"
+                advice = "; check that this user may read it"
         elif error.errno in (errno.ENOTDIR, errno.EEXIST, errno.EISDIR):
             kind, advice = StoreForbidden, "; a file is where a directory should be, or the reverse"
         raise kind(self._root, key, operation, f"{error.strerror}{advice}") from error
@@ -281,7 +278,7 @@ def _read(descriptor: int, size: int, start: int, stop: int | None) -> bytes:
     data = os.pread(descriptor, max(0, end - start), start)
     if start + len(data) >= end:
         return data
-    chunks = [data]  # the kernel gives at most 2 GiB at once
+    chunks = [data]  # one call returns at most 2 GiB
     at = start + len(data)
     while at < end and (data := os.pread(descriptor, end - at, at)):
         chunks.append(data)
@@ -295,8 +292,8 @@ def _link(temporary: str, name: str, parent: int) -> None:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        # No hard links here (some FUSE file systems). Two writers may both win then, as the
-        # contract allows; each object is still whole.
+        # Some FUSE file systems have no hard links. Two writers may both succeed then, which the
+        # contract allows; each object is still complete.
         with contextlib.suppress(FileNotFoundError):
             os.lstat(name, dir_fd=parent)
             raise FileExistsError(errno.EEXIST, "exists", name) from None
@@ -312,12 +309,12 @@ def _sync_directory(folder: int) -> None:
 
 
 async def _in_thread(work: Callable[[threading.Event], T], *, lent: bool = False) -> T:
-    """Run `work` off the loop. Cancelled, it is told to stop, and waited for if buffers are lent."""
+    """Run `work` in a thread. If cancelled, set its event, and wait for it if buffers are lent."""
     stop = threading.Event()
     try:
         future = asyncio.get_running_loop().run_in_executor(None, work, stop)
     except RuntimeError:
-        # The interpreter is going down and starts no more threads; a last put still counts.
+        # The interpreter exits and starts no more threads; a last put must still succeed.
         try:
             return work(stop)
         finally:
@@ -334,6 +331,6 @@ async def _in_thread(work: Callable[[threading.Event], T], *, lent: bool = False
 
 
 def _retrieve(future: asyncio.Future[T]) -> None:
-    # Nobody waits for it any more; unretrieved, asyncio would complain of its exception.
+    # asyncio would log an exception that is never retrieved.
     if not future.cancelled():
         future.exception()

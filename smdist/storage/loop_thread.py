@@ -1,8 +1,8 @@
 """One event loop on one daemon thread, for callers that are not asynchronous.
 
-`run` may be called from any thread but the loop's own. After a fork the child gets a loop of its
-own at its first `run`; the parent's is left alone. At exit the loop is stopped and closed, after
-what was given to `close_with` has been.
+`run` may be called from any thread except the loop's own. After a fork the child starts a loop of its
+own at its first `run` and leaves the parent's alone. At exit everything registered by `close_with` is
+closed, then the loop is stopped and closed.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class _Loop:
             self.loop.run_forever()
         finally:
             with contextlib.suppress(asyncio.TimeoutError):
-                self.loop.run_until_complete(asyncio.wait_for(_close_kept(), _FAREWELL_S))
+                self.loop.run_until_complete(asyncio.wait_for(_close_all(), _CLOSE_TIMEOUT_S))
             tasks = asyncio.all_tasks(self.loop)
             for task in tasks:
                 task.cancel()
             if tasks:
                 self.loop.run_until_complete(asyncio.wait(tasks))
-            # Not shutdown_default_executor: it starts a thread, which an exiting interpreter refuses,
-            # and the executor's threads have been joined before this.
+            # Not shutdown_default_executor: it starts a thread, which an exiting interpreter refuses.
+            # The executor's threads have been joined already.
             self.loop.close()
 
     def stop(self) -> None:
@@ -54,8 +54,8 @@ class _Loop:
         self.thread.join(timeout=5.0)
 
 
-_FAREWELL_S = 2.0
-_kept: dict[weakref.finalize[..., Any], Callable[[], Coroutine[Any, Any, None]]] = {}
+_CLOSE_TIMEOUT_S = 2.0
+_closers: dict[weakref.finalize[..., Any], Callable[[], Coroutine[Any, Any, None]]] = {}
 _lock = threading.Lock()
 _current: _Loop | None = None
 # Closing a forked copy would unregister the parent's descriptors from the epoll they share, and
@@ -64,41 +64,44 @@ _inherited: list[_Loop] = []
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Result of `coroutine`. An interrupt (Ctrl-C) cancels it."""
+    """Run `coroutine` on the loop and return its result. An interrupt (Ctrl-C) cancels it."""
     try:
         background = _background()
     except RuntimeError:
         return _run_here(coroutine)
     if threading.current_thread() is background.thread:
         coroutine.close()
-        raise RuntimeError("run() was called from the loop that it would wait for")
+        raise RuntimeError(
+            "run() was called on the event loop that it would wait for; await instead"
+        )
     return _Call(coroutine, background.loop).wait()
 
 
 class _Call(Generic[T]):
-    """A coroutine on its way. An interrupt at any moment after it was begun cancels it.
+    """A coroutine that runs on the loop. An interrupt of the waiting thread always cancels it.
 
-    `asyncio.run_coroutine_threadsafe` hands out its future only after the coroutine may have begun.
+    `asyncio.run_coroutine_threadsafe` does not: it returns its future after the coroutine may have
+    begun, and an interrupt may come in between.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> None:
         self._coroutine, self._loop = coroutine, loop
         self._done: Future[T] = Future()
         self._task: asyncio.Task[T] | None = None
-        self._given_up = False
+        self._cancelled = False
 
     def wait(self) -> T:
         try:
             self._loop.call_soon_threadsafe(self._begin)
             return self._done.result()
         except BaseException:
-            self._given_up = True
+            self._cancelled = True
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(self._cancel)
             raise
 
     def _begin(self) -> None:
-        if self._given_up:
+        if self._cancelled:
             self._coroutine.close()
             return
         self._task = self._loop.create_task(self._coroutine)
@@ -118,29 +121,29 @@ class _Call(Generic[T]):
 
 
 def close_with(owner: object, close: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run `close` on the loop when `owner` is collected, or at exit."""
+    """Run `close` on the loop when `owner` is garbage-collected, or at exit."""
 
     def begin() -> None:
-        # From whatever thread collects, in the middle of anything: no lock, no waiting.
-        if _kept.pop(ending, None) is not None and _current is not None:
+        # Any thread may collect, in the middle of anything: take no lock, do not wait.
+        if _closers.pop(ending, None) is not None and _current is not None:
             work = close()
             try:
                 asyncio.run_coroutine_threadsafe(work, _current.loop)
-            except RuntimeError:  # it has ended
+            except RuntimeError:  # the loop has ended
                 work.close()
 
     ending = weakref.finalize(owner, begin)
-    ending.atexit = False  # the loop may be gone by then; it sees to `_kept` before it ends
-    _kept[ending] = close
+    ending.atexit = False  # the loop runs `_closers` itself before it ends
+    _closers[ending] = close
 
 
-async def _close_kept() -> None:
-    closers = [_kept.pop(ending) for ending in tuple(_kept)]
+async def _close_all() -> None:
+    closers = [_closers.pop(ending) for ending in tuple(_closers)]
     await asyncio.gather(*(close() for close in closers), return_exceptions=True)
 
 
 def _run_here(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The interpreter is going down and starts no more threads; asyncio.run would want one."""
+    """Run on a new loop in this thread: an exiting interpreter starts no threads."""
     loop = asyncio.new_event_loop()
     try:
         return loop.run_until_complete(coroutine)
@@ -159,7 +162,7 @@ def _background() -> _Loop:
 def _after_fork() -> None:
     global _current, _lock
     _lock = threading.Lock()
-    _kept.clear()
+    _closers.clear()
     if _current is not None:
         _inherited.append(_current)
         _current = None

@@ -1,8 +1,10 @@
-"""Open files and folders below a root, through no symbolic link.
+"""Open files and folders below a root without following symbolic links.
 
-A run may have been written by anybody: a link in it may lead to any file of who reads it, or make a
-writer replace one. So each folder is opened within the one before. The root itself may be a link.
-What is no regular file is refused too, without waiting for it. All raise OSError, or CorruptObject.
+Anybody may have written a run. A link in it could lead a reader to any of its user's files, or make a
+writer replace one. Each folder is therefore opened relative to its parent. The root itself may be a
+link. Pipes, sockets and devices are rejected without waiting for them.
+
+All functions raise OSError or CorruptObject.
 """
 
 from __future__ import annotations
@@ -20,15 +22,15 @@ __all__ = ["FolderEntry", "RootedFiles"]
 
 _IN_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _TO_LIST = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-# Without O_NONBLOCK the open of a named pipe waits for somebody to write to it.
+# Without O_NONBLOCK, opening a named pipe waits for a writer.
 _TO_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
-_LINK = "it is a symbolic link, which may lead out of the run; put what it leads to there instead"
+_LINK = "it is a symbolic link, which may lead out of the run; replace it by its target"
 _NO_FILE = "it is a pipe, a socket or a device; smdist did not write it"
 
 
 class FolderEntry(NamedTuple):
-    """`linked`: it is a symbolic link to a folder, and so no `folder`."""
+    """An entry of a folder; `linked` is a symbolic link to a folder, which `folder` is not."""
 
     name: str
     folder: bool
@@ -41,7 +43,7 @@ class RootedFiles:
 
     @contextlib.contextmanager
     def folder(self, folder: str, *, create: bool = False) -> Iterator[int]:
-        """A descriptor to be used as `dir_fd`; "" is the root."""
+        """Open a folder and yield its descriptor for use as `dir_fd`; "" is the root."""
         descriptor = self._open_root(create)
         try:
             for name in folder.split("/") if folder else ():
@@ -72,35 +74,35 @@ class RootedFiles:
             return self._enter(name, parent, folder, False)
         except NotADirectoryError:
             if stat.S_ISLNK(os.lstat(name, dir_fd=parent).st_mode):
-                raise self.is_link(folder) from None
+                raise self.link_error(folder) from None
             raise
 
-    def is_link(self, key: str) -> CorruptObject:
+    def link_error(self, key: str) -> CorruptObject:
         return CorruptObject(self._root, key, "open", _LINK)
 
     @contextlib.contextmanager
     def file(self, key: str) -> Iterator[int]:
-        """A descriptor to read from."""
+        """Open a file and yield its descriptor for reading."""
         folder, _, name = key.rpartition("/")
         with self.folder(folder) as parent:
             try:
                 descriptor = os.open(name, _TO_READ, dir_fd=parent)
             except OSError as error:
                 if error.errno == errno.ELOOP:
-                    raise self.is_link(key) from None
+                    raise self.link_error(key) from None
                 if error.errno == errno.ENXIO:
                     raise CorruptObject(self._root, key, "open", _NO_FILE) from None
                 raise
         try:
             mode = os.fstat(descriptor).st_mode
-            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # to read a folder raises
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # reading a folder raises
                 raise CorruptObject(self._root, key, "open", _NO_FILE)
             yield descriptor
         finally:
             os.close(descriptor)
 
-    def names(self, folder: str) -> list[FolderEntry]:
-        """What is in it."""
+    def entries(self, folder: str) -> list[FolderEntry]:
+        """Return the entries of a folder."""
         with self.folder(folder) as parent:
             descriptor = os.open(".", _TO_LIST, dir_fd=parent)
         try:

@@ -1,25 +1,15 @@
 """The contract of a store: a flat map from key to immutable bytes.
 
-Called from one event loop, by whoever owns the store (the uploader process, a trial's reader
-thread). A key is relative, uses '/', and never leaves the store: `check_key` refuses the rest.
+The owner of a store (the uploader process, the reader thread of a trial) calls it from one event loop:
+`check` once, optionally; then `put`, `get`, `list` and `delete` in any order; `close` once, last. A key
+is relative, uses '/', and never leaves the store: `check_key` rejects everything else.
 
-- `check`, once before the first put, by who wants to know early: raises what a put would raise,
-  and leaves nothing behind.
-- `put` is atomic: a reader sees all of it or none, whatever process dies. It replaces what was there,
-  so repeating a put with the same bytes changes nothing. With `if_absent` it raises ObjectExists
-  instead; correctness must not depend on that, as some S3 servers ignore it. The buffers are the
-  caller's again when the call returns or raises, cancellation included.
-- `get` of `[start, stop)` or of the whole; ObjectNotFound when there is no such key. A range that
-  reaches past the end gives what there is, maybe nothing. CorruptObject, before anything is read,
-  when the whole is asked for and larger than such an object may be (`smdist.limits`).
-- `list` gives keys that begin with a prefix, in text order, `after` excluded and what comes before
-  it too.
-- `delete` of a key that is not there is no error.
-- `close`, once, last.
+Only "not found" is an empty answer. Every other failure raises a StoreError that names URL, key and
+operation: StoreFull, StoreForbidden, CorruptObject (this cannot be an object of a run), or plain
+StoreError, after which a retry may succeed.
 
-Only "not found" is an empty answer. Anything else raises a StoreError that names url, key and
-operation: StoreFull, StoreForbidden, CorruptObject (what is there cannot be an object of a run), or
-plain StoreError (worth trying again).
+A store may offer more: `HasFolders`, `HasBlockingRead`, `HasUploads`, `HasParts`. It may also declare
+`MayIgnoreConditions`. Callers check with `isinstance`.
 """
 
 from __future__ import annotations
@@ -33,6 +23,7 @@ from smdist.limits import max_object_bytes
 __all__ = [
     "Buffer",
     "HasBlockingRead",
+    "HasFolders",
     "HasParts",
     "HasUploads",
     "MayIgnoreConditions",
@@ -48,27 +39,55 @@ Buffer = Union[bytes, bytearray, memoryview]  # noqa: UP007 (3.10)
 @runtime_checkable
 class Store(Protocol):
     @property
-    def url(self) -> str: ...
+    def url(self) -> str:
+        """Return a URL or path that opens the same store again; it holds no secret."""
 
-    async def check(self) -> None: ...
+    async def check(self) -> None:
+        """Raise now what the first `put` would raise. Leaves nothing behind."""
 
-    async def put(self, key: str, data: Sequence[Buffer], *, if_absent: bool = False) -> None: ...
+    async def put(self, key: str, data: Sequence[Buffer], *, if_absent: bool = False) -> None:
+        """Store the bytes of `data` under `key`, atomically: readers see all of them or none.
 
-    async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes: ...
+        An object that is there is replaced, so repeating a put changes nothing. With `if_absent` it
+        raises ObjectExists instead; some S3 servers ignore that, so correctness must not depend on it.
+        The buffers belong to the caller again when the call returns or raises, even if cancelled.
+        """
 
-    async def list(self, prefix: str = "", *, after: str = "") -> Sequence[str]: ...
+    async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Return the bytes `[start, stop)`, or all of them. Raise ObjectNotFound without the key.
 
-    async def delete(self, key: str) -> None: ...
+        A range past the end gives what there is, maybe nothing. A whole object that is larger than
+        its kind may be (`smdist.limits`) raises CorruptObject before anything is read.
+        """
+        ...
 
-    async def close(self) -> None: ...
+    async def list(self, prefix: str = "", *, after: str = "") -> Sequence[str]:
+        """Return the keys that begin with `prefix` and come after `after`, in text order."""
+        ...
+
+    async def delete(self, key: str) -> None:
+        """Remove the object, if there is one."""
+
+    async def close(self) -> None:
+        """Release connections and files."""
+
+
+@runtime_checkable
+class HasFolders(Protocol):
+    """A store that lists folders without listing every key."""
+
+    async def folders(self, prefix: str = "") -> Sequence[str]:
+        """Return the names directly under `prefix` that have keys below them, in text order."""
+        ...
 
 
 @runtime_checkable
 class HasBlockingRead(Protocol):
-    """A store as near as a file: for who waits anyway, going through a loop only takes longer."""
+    """A store as near as a file: a caller that waits anyway is faster without an event loop."""
 
     def read(self, key: str, ranges: Sequence[tuple[int, int | None]]) -> list[bytes]:
-        """As `get` of each range, in the thread of the caller, which may be any."""
+        """Return the bytes of each range like `get`, on the thread of the caller."""
+        ...
 
 
 @runtime_checkable
@@ -100,14 +119,14 @@ class HasParts(Protocol):
 
 
 def check_key(url: str, key: str) -> str:
-    """`key` itself, or StoreError when it could leave the store or be another key's twin.
+    """Return `key`, or raise StoreError when it could leave the store or equal another key.
 
-    No part of a key is empty or begins with a dot: `.`, `..` and hidden files are a store's own.
+    No part of a key is empty or begins with a dot: `.`, `..` and hidden files belong to the store.
     """
     parts = key.split("/")
     if "\0" in key or any(not part or part.startswith(".") for part in parts):
         raise StoreError(url, key, "use", "not a key: each part needs a name without leading dot")
-    # Limits of file systems (per part) and of S3 (in all), held by every store alike.
+    # Limits of file systems (per part) and of S3 (in total), the same for every store.
     if len(key.encode(errors="surrogatepass")) > 1024 or any(
         len(part.encode(errors="surrogatepass")) > 255 for part in parts
     ):
@@ -121,7 +140,7 @@ def check_range(start: int, stop: int | None) -> None:
 
 
 def check_size(url: str, key: str, size: int) -> None:
-    """CorruptObject when an object of `size` bytes is too large to be read whole."""
+    """Raise CorruptObject when an object of `size` bytes is too large to be read whole."""
     most = max_object_bytes(key)
     if size > most:
         detail = f"it has {size} bytes, such an object may have {most}; smdist did not write it"

@@ -1,17 +1,16 @@
-"""A part of a store as a store of its own, over the same connections; and which parts there are."""
+"""A folder of a store as a store of its own, over the same connections."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
 
-from smdist.storage.store import Buffer, Store, check_key
+from smdist.storage.store import Buffer, HasFolders, Store, check_key
 
 __all__ = ["StoreSubtree", "folders"]
 
 
 class StoreSubtree:
-    """What is under `folder`. `close` leaves the store around it open: that is its owner's."""
+    """The keys under `folder`. `close` leaves the enclosing store open for its owner."""
 
     def __init__(self, store: Store, folder: str) -> None:
         self._store = store
@@ -49,15 +48,10 @@ class StoreSubtree:
         return self._prefix + check_key(self.url, key)
 
 
-@runtime_checkable
-class HasFolders(Protocol):
-    async def folders(self, prefix: str = "") -> Sequence[str]: ...
-
-
 async def folders(store: Store, prefix: str = "") -> Sequence[str]:
-    """Names of what has keys below it, directly under `prefix` ("" or ending in "/"), in order.
+    """Return the names directly under `prefix` ("" or ending in "/") that have keys below them.
 
-    Without looking at every key, where the store can do that.
+    In text order, and without reading every key where the store supports that.
     """
     if isinstance(store, HasFolders):
         return await store.folders(prefix)

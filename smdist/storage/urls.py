@@ -1,4 +1,4 @@
-"""From a URL or path to its store."""
+"""Open the store at a URL or path."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _COLLAPSED = re.compile(r"s3:/[^/]", re.IGNORECASE)
 
 
 def is_remote(url: str | os.PathLike[str]) -> bool:
-    """Whether every object there is a request, and the place the same from everywhere."""
+    """Check whether the store is reached over a network, the same from every machine."""
     return os.fspath(url)[:5].lower() == "s3://"
 
 
@@ -37,21 +37,21 @@ def open_store(
     deadline_s: float | None = None,
     concurrency: int | None = None,
 ) -> Store:
-    """The store at a path, `~/path`, `file://` or `s3://` URL; touches nothing yet.
+    """Return the store at a path, `~/path`, `file://` or `s3://` URL. Does no I/O yet.
 
-    After `deadline_s` an operation over a network raises what fails; without it, after a minute.
-    `concurrency`: requests over a network under way at once, if not as many as usual.
+    `deadline_s` limits the retries of one operation over a network (default: a minute).
+    `concurrency` limits the requests over a network that run at once.
     """
     text = os.fspath(url)
     if not text or "\0" in text:
         raise ConfigurationError(
-            f"{redact_url(text)!r} is no place to store a run: give a path or s3://..."
+            f"{redact_url(text)!r} is not a place to store a run: use a path or s3://..."
         )
     found = _SCHEME.match(text)
     if found is None:
         if _COLLAPSED.match(text):
             raise ConfigurationError(
-                f"{redact_url(text)!r} has lost a slash, as pathlib takes it away: give an s3:// URL as text"
+                f"{redact_url(text)!r} has lost a slash: pathlib removes it. Pass an s3:// URL as str."
             )
         return LocalStore(text)
     scheme = found[1].lower()
@@ -60,14 +60,14 @@ def open_store(
     if scheme == "s3":
         return _open_s3(text, {"deadline_s": deadline_s, "concurrency": concurrency})
     raise ConfigurationError(
-        f"smdist cannot store in {redact_url(text)!r}: use a path, file:// or s3://, not {scheme}://"
+        f"cannot store in {redact_url(text)!r}: use a path, file:// or s3://, not {scheme}://"
     )
 
 
 def pin_url(url: str) -> str:
-    """`url` such that it means the same place in any environment of this machine."""
+    """Return `url` in a form that means the same store in every process of this machine."""
     if not is_remote(url):
-        # Other processes have working directories of their own.
+        # Other processes may have another working directory.
         return url if "://" in url else str(Path(url).absolute())
     pin: Callable[[str], str] = importlib.import_module("smdist.storage.s3.pinned_url").pin
     return pin(url)
@@ -77,15 +77,17 @@ def check_writable(url: str | os.PathLike[str], timeout_s: float | None = None) 
     """Raise now what the first put would raise: StoreForbidden, StoreFull, StoreError."""
     store = open_store(url)
     if timeout_s is None:
-        # A bucket has limits of its own; this one is for what they leave out, like a resolver that
-        # hangs. Ranks that start together on few processors load the SDK meanwhile.
+        # The S3 store has limits of its own; this one covers the rest, such as a resolver that
+        # hangs. Ranks that start together on few processors need time to load the SDK.
         timeout_s = 40.0 if is_remote(url) else 10.0
 
     async def probe() -> None:
         try:
             await asyncio.wait_for(store.check(), timeout_s)
         except asyncio.TimeoutError:
-            detail = f"no answer within {timeout_s:g} s; is the file system or network up?"
+            detail = (
+                f"no answer within {timeout_s:g} s; check that the file system or network is up"
+            )
             raise StoreError(store.url, "", "write", detail) from None
         finally:
             await store.close()
@@ -99,7 +101,7 @@ def _file_path(url: str) -> str:
         raise ConfigurationError(
             f"{redact_url(url)!r} names another machine: write file:///absolute/path"
         )
-    # What looks like a query or fragment is part of the path in a file URL that somebody typed.
+    # In a typed file URL, what looks like a query or fragment is part of the path.
     return unquote(url[url.index("://") + 3 + len(parts.netloc) :])
 
 

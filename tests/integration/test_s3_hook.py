@@ -76,7 +76,7 @@ def test_a_wrong_secret(
     rclone: Server, bucket: str, aws: pytest.MonkeyPatch, refused: Refused
 ) -> None:
     aws.setenv("AWS_SECRET_ACCESS_KEY", WRONG)
-    refused(rclone.url(bucket), StoreForbidden, "secret access key is not the one")
+    refused(rclone.url(bucket), StoreForbidden, "secret access key does not match")
 
 
 def test_an_unknown_key(

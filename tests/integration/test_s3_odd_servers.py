@@ -288,12 +288,12 @@ def test_a_web_server_is_no_store(bucket: str, proxy: FaultProxy) -> None:
         lambda store: store.put("k", [b"x"], if_absent=True),
         lambda store: store.delete("k"),
     ):
-        with pytest.raises(StoreError, match="no S3 service answers there") as caught:
+        with pytest.raises(StoreError, match="this is not an S3 service") as caught:
             run(url, work)
         assert not isinstance(caught.value, (ObjectNotFound, StoreForbidden))
-    with pytest.raises(StoreError, match="no S3 service answers there"):
+    with pytest.raises(StoreError, match="this is not an S3 service"):
         check_writable(url)
-    with pytest.raises(StoreError, match="no S3 service answers there"):
+    with pytest.raises(StoreError, match="this is not an S3 service"):
         smdist.create_trial(url)
 
 
@@ -389,7 +389,7 @@ def test_a_hiccup_that_stays_is_called_what_it_is(
         (Answer(403, "SignatureDoesNotMatch"), "secret access key"),
         (Answer(404, "NoSuchBucket"), "no such bucket"),
         (Answer(403, "ExpiredToken"), "expired"),
-        (Answer(403, "AccessDenied"), "may not do that"),
+        (Answer(403, "AccessDenied"), "lack a permission"),
     ],
 )
 def test_what_is_clear_is_told_at_once(

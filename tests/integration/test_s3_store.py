@@ -327,7 +327,7 @@ def test_a_deadline_ends_the_retries(server: Server, bucket: str, proxy: FaultPr
         (Answer(403, "SignatureDoesNotMatch"), StoreForbidden, "secret access key"),
         (Answer(403, "InvalidAccessKeyId"), StoreForbidden, "AWS_ACCESS_KEY_ID"),
         (Answer(403, "RequestTimeTooSkewed"), StoreForbidden, "clock"),
-        (Answer(507, "InsufficientStorage"), StoreFull, "no room left"),
+        (Answer(507, "InsufficientStorage"), StoreFull, "the store is full"),
         (Answer(400, "SomethingNew"), StoreForbidden, r"SomethingNew \(injected\)"),
     ],
 )
@@ -542,7 +542,7 @@ def test_check_says_what_is_wrong(rclone: Server, aws: pytest.MonkeyPatch, tmp_p
     _refused(rclone.url("not-there"), StoreForbidden, "no such bucket")
     _refused("s3://bucket/x?endpoint_url=http://127.0.0.1:9", StoreError, "cannot be reached")
     aws.setenv("AWS_SECRET_ACCESS_KEY", OTHER_SECRET)
-    _refused(url, StoreForbidden, "secret access key is not the one")
+    _refused(url, StoreForbidden, "secret access key does not match")
     aws.setenv("AWS_ACCESS_KEY_ID", "SOMEBODYELSE")
     _refused(url, StoreForbidden, "does not know this access key")
     aws.delenv("AWS_ACCESS_KEY_ID")
@@ -558,7 +558,7 @@ def test_check_tells_read_only_from_no_rights(moto: Server, aws: pytest.MonkeyPa
     writer = add_user(moto, f"writer-{bucket}", ["s3:PutObject"])
     nobody = add_user(moto, f"nobody-{bucket}", ["s3:ListAllMyBuckets"])
     with enforce_rights(moto):
-        for (key, secret), words in ((reader, "can be read but not written"), (nobody, "may not")):
+        for (key, secret), words in ((reader, "can be read but not written"), (nobody, "lack a permission")):
             aws.setenv("AWS_ACCESS_KEY_ID", key)
             aws.setenv("AWS_SECRET_ACCESS_KEY", secret)
             aws.delenv("AWS_SESSION_TOKEN", raising=False)
@@ -618,18 +618,18 @@ def test_the_url_opens_the_same_store_again() -> None:
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("s3://", "no bucket name"),
-        ("s3:///prefix", "no bucket name"),
-        ("s3://buc ket/x", "no bucket name"),
-        ("s3://me:hidden@bucket/x", "neither credentials nor a port"),
-        ("s3://bucket:80/x", "neither credentials nor a port"),
-        ("s3://bucket/a//b", "no prefix"),
-        ("s3://bucket/../b", "no prefix"),
+        ("s3://", "not a bucket name"),
+        ("s3:///prefix", "not a bucket name"),
+        ("s3://buc ket/x", "not a bucket name"),
+        ("s3://me:hidden@bucket/x", "must not contain credentials or a port"),
+        ("s3://bucket:80/x", "must not contain credentials or a port"),
+        ("s3://bucket/a//b", "not a valid prefix"),
+        ("s3://bucket/../b", "not a valid prefix"),
         ("s3://bucket/x?endpoint=http://h", "did you mean 'endpoint_url'"),
         ("s3://bucket/x?endpoint_url=", "is empty"),
-        ("s3://bucket/x?endpoint_url=h:80", "no endpoint_url"),
-        ("s3://bucket/x?endpoint_url=http://me:hidden@h", "carries credentials"),
-        ("s3://bucket/x?aws_secret_access_key=hidden", "does not belong into a URL"),
+        ("s3://bucket/x?endpoint_url=h:80", "not an endpoint_url"),
+        ("s3://bucket/x?endpoint_url=http://me:hidden@h", "must not contain credentials"),
+        ("s3://bucket/x?aws_secret_access_key=hidden", "must not be in a URL"),
         ("s3://bucket/x?addressing_style=sideways", "one of"),
     ],
 )

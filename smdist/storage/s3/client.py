@@ -1,14 +1,14 @@
-"""From a location to the settings of an SDK client, one way for aiobotocore and for boto3.
+"""Settings of an SDK client for a location, the same for aiobotocore and boto3.
 
-- Signing of payloads: over TLS and to a loopback address a body goes out as UNSIGNED-PAYLOAD, which
-  halves the CPU time of a put; TLS protects it, and our own CRC32C is verified on read. Over plain
-  HTTP to another machine it is signed (SHA-256), since nothing else protects it. The headers are
-  signed always. `?payload_signing=` overrides.
-- Checksums only "when_required": the integrity of what is stored is ours, and some servers answer
-  a range with the checksum of the whole object, which the SDK then refuses.
-- Addressing: by path on endpoints of one's own (few have wildcard DNS), else as the SDK does.
-- Retries: none in the SDK. One layer owns them (`s3_connection`), as it has to know whether an
-  attempt may have had its effect, keeps a deadline, retries bodies too, and counts.
+- Signing of payloads: over TLS and to a loopback address a body is sent as UNSIGNED-PAYLOAD, which
+  halves the CPU time of a put. TLS protects it, and smdist verifies its own CRC32C on read. Over plain
+  HTTP to another machine the body is signed (SHA-256): nothing else protects it. Headers are always
+  signed. `?payload_signing=` overrides this.
+- Checksums only "when_required": smdist has its own. Some servers answer a range with the checksum of
+  the whole object, which the SDK then rejects.
+- Addressing: by path on custom endpoints (few have wildcard DNS), else as the SDK does.
+- Retries: none in the SDK. One layer owns them (`connection.py`): it knows whether an attempt may have
+  taken effect, keeps a deadline, retries bodies too, and counts.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import Any
 
 from smdist.storage.s3.options import AWS, S3Location, check_endpoint, is_loopback
 
-__all__ = ["ClientSettings", "client_settings", "config_values", "ours", "share_models"]
+__all__ = ["ClientSettings", "client_settings", "config_values", "share_models", "smdist_requests"]
 
 _DEFAULT_REGION = "us-east-1"
 _loader: Any = None
-_ours: ContextVar[bool] = ContextVar("smdist_request", default=False)
+_is_smdist_request: ContextVar[bool] = ContextVar("smdist_request", default=False)
 
 
 @dataclass(frozen=True)
@@ -43,26 +43,26 @@ class ClientSettings:
 
 
 @contextlib.contextmanager
-def ours() -> Iterator[None]:
-    """Requests made here are ours. A script that logs everything gets no session token of them."""
-    token = _ours.set(True)
+def smdist_requests() -> Iterator[None]:
+    """Mark requests as made by smdist: the SDK does not log them, with their session token."""
+    token = _is_smdist_request.set(True)
     try:
         yield
     finally:
-        _ours.reset(token)
+        _is_smdist_request.reset(token)
 
 
-def _discreet(record: logging.LogRecord) -> bool:
-    return record.levelno > logging.DEBUG or not _ours.get()
+def _may_log(record: logging.LogRecord) -> bool:
+    return record.levelno > logging.DEBUG or not _is_smdist_request.get()
 
 
-# These write whole requests and answers, with the token in their heads.
+# At DEBUG these log whole requests and answers, whose headers contain the token.
 for _name in ("botocore.auth", "botocore.endpoint", "botocore.parsers"):
-    logging.getLogger(_name).addFilter(_discreet)
+    logging.getLogger(_name).addFilter(_may_log)
 
 
 def share_models(session: Any) -> None:
-    """The SDK's description of S3 is parsed once per process, not once per client (0.1 s)."""
+    """Parse the SDK's description of S3 once per process, not once per client (0.1 s)."""
     global _loader
     if _loader is None:
         _loader = session.get_component("data_loader")
@@ -70,7 +70,10 @@ def share_models(session: Any) -> None:
 
 
 def client_settings(location: S3Location, session: Any) -> ClientSettings:
-    """`session` is one of botocore, made for the location's profile. Reads files, no network."""
+    """Return the settings for `location`; `session` is a botocore session for its profile.
+
+    Reads files, not the network.
+    """
     profile = session.get_scoped_config()
     endpoint = location.endpoint_url or _configured_endpoint(profile, session.full_config)
     endpoint = None if endpoint == AWS else endpoint
@@ -82,7 +85,7 @@ def client_settings(location: S3Location, session: Any) -> ClientSettings:
     signing = endpoint is not None and endpoint.startswith("http:") and not is_loopback(endpoint)
     if location.payload_signing is not None:
         signing = location.payload_signing == "on"
-    # The SDK knows AWS_DEFAULT_REGION alone, all other tools of AWS this one first.
+    # Unlike all other tools of AWS, the SDK knows only AWS_DEFAULT_REGION.
     region = location.region or os.environ.get("AWS_REGION")
     region = region or session.get_config_variable("region") or _DEFAULT_REGION
     return ClientSettings(endpoint, region, style, signing)
@@ -95,7 +98,7 @@ def config_values(settings: ClientSettings, *, connect_s: float, read_s: float) 
     return {
         "s3": s3,
         "signature_version": "s3v4",
-        "ignore_configured_endpoint_urls": True,  # `client_settings` has seen to them
+        "ignore_configured_endpoint_urls": True,  # `client_settings` has read them
         "connect_timeout": connect_s,
         "read_timeout": read_s,
         "retries": {"total_max_attempts": 1, "mode": "standard"},
@@ -106,7 +109,10 @@ def config_values(settings: ClientSettings, *, connect_s: float, read_s: float) 
 
 
 def _configured_endpoint(profile: Mapping[str, Any], full: Mapping[str, Any]) -> str | None:
-    """In the order of the AWS documentation. The SDK finds it by itself, but tells too late."""
+    """Return the endpoint of environment and profile, in the order of the AWS documentation.
+
+    The SDK finds it too, but reports it too late.
+    """
     ignore = os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS")
     ignore = ignore or str(profile.get("ignore_configured_endpoint_urls", ""))
     if ignore.lower() == "true":

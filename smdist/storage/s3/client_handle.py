@@ -1,4 +1,4 @@
-"""A client of the SDK, and the credentials it signs with."""
+"""A client of the SDK and the credentials that it signs with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["ClientHandle", "create_client", "create_client_if_renewed"]
 
 
 class ClientHandle:
-    """A client that is closed once it is retired and nobody uses it."""
+    """A client that is closed once it is retired and no request uses it."""
 
     def __init__(
         self, client: Any, settings: ClientSettings, credentials: Any, closing: Any
@@ -35,7 +35,7 @@ class ClientHandle:
             await self._close_if_free()
 
     async def credentials(self) -> tuple[str, str, str] | None:
-        """Those it signs with; None if there are none."""
+        """Return access key, secret key and token, None without credentials."""
         if self._credentials is None:
             return None
         frozen = await self._credentials.get_frozen_credentials()
@@ -65,19 +65,19 @@ async def create_client(location: S3Location, options: S3Options) -> ClientHandl
                 config=config,
             )
         )
-        # "Expect: 100-continue" costs a round trip per put, and aiohttp waits for the answer to it
-        # without any timeout.
+        # "Expect: 100-continue" costs a round trip per put, and aiohttp waits for its answer
+        # without a timeout.
         client.meta.events.unregister("before-call.s3", botocore.handlers.add_expect_header)
-        credentials = await session.get_credentials()  # by now it has found them
+        credentials = await session.get_credentials()  # the client has loaded them by now
         return ClientHandle(client, settings, credentials, stack.pop_all())
-    raise AssertionError  # no exit stack swallows an error here
+    raise AssertionError  # the exit stack suppresses no error
 
 
 async def create_client_if_renewed(
-    location: S3Location, options: S3Options, than: ClientHandle
+    location: S3Location, options: S3Options, current: ClientHandle
 ) -> ClientHandle | None:
-    """One with other credentials than that, if there are any by now."""
-    before = await than.credentials()
+    """Return a client with other credentials than `current`, None if they are unchanged."""
+    before = await current.credentials()
     fresh = await create_client(location, options)
     try:
         found = await fresh.credentials()

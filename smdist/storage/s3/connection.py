@@ -1,7 +1,7 @@
-"""One client, its limits and its retries. Everything here belongs to one event loop.
+"""One client with its limits and its retries. Everything here belongs to one event loop.
 
 `call` is the only way to the server, and the only layer that retries. It raises RequestFailed, or
-CancelledError when the caller gives up; either way nothing reads the caller's buffers afterwards.
+CancelledError if cancelled. Either way nothing reads the caller's buffers afterwards.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from smdist.storage.s3.client import ours
+from smdist.storage.s3.client import smdist_requests
 from smdist.storage.s3.client_handle import ClientHandle, create_client, create_client_if_renewed
 from smdist.storage.s3.errors import Fault, RequestFailed, check_receipt, classify
 from smdist.storage.s3.options import S3Location, S3Options
@@ -35,10 +35,10 @@ def _any_size(_: int) -> None:
 @dataclass
 class Counts:
     requests: Counter[str] = field(default_factory=Counter)  # by S3 operation
-    retries: Counter[str] = field(default_factory=Counter)  # by what made it necessary
-    sent_bytes: int = 0  # bodies of requests that were answered well
+    retries: Counter[str] = field(default_factory=Counter)  # by error code
+    sent_bytes: int = 0  # bodies of successful requests
     received_bytes: int = 0
-    parts: int = 0  # of multipart uploads, answered well
+    parts: int = 0  # of multipart uploads, successful
     dangling: set[str] = field(default_factory=set)  # keys of uploads that could not be aborted
     in_flight_bytes: int = 0
     most_in_flight_bytes: int = 0
@@ -49,8 +49,8 @@ class Connection:
     def __init__(self, location: S3Location, options: S3Options, counts: Counts) -> None:
         self.location, self.options, self.counts = location, options, counts
         self.endpoint = ""
-        self.conditions = True  # until the server says that it knows none
-        self._looked_at = float("-inf")  # when credentials were read again, and were the same
+        self.conditions = True  # until the server rejects conditional writes
+        self._credentials_read_at = float("-inf")  # when they were last found unchanged
         self._slots = asyncio.Semaphore(options.concurrency)
         self._budget = _ByteBudget(options.in_flight_bytes, counts)
         self._opening = asyncio.Lock()
@@ -62,7 +62,7 @@ class Connection:
         return self._handle is not None and self._handle.settings.is_aws
 
     async def open(self) -> None:
-        """Raises RequestFailed when there are no settings to make a client from."""
+        """Create the client. Raise RequestFailed if the settings do not allow one."""
         await self._client(None)
 
     async def close(self) -> None:
@@ -81,10 +81,10 @@ class Connection:
         deadline_s: float | None = None,
         admit: Admit | None = None,
     ) -> dict[str, Any]:
-        """The answer of one operation, its body read (as bytes in "Body").
+        """Perform one operation and return its answer, with the body as bytes in "Body".
 
-        `answer_bytes`: how large that will be at most, if it is known; it counts as under way.
-        `admit` is told the size of a whole object before it is read, or while, and may raise.
+        `answer_bytes` is the maximum size of that body if known; it counts against the byte budget.
+        `admit` is called with the size of a whole object before or while it is read, and may raise.
         """
         limit = self.options.deadline_s if deadline_s is None else deadline_s
         deadline, attempt, unsure = time.monotonic() + limit, 0, False
@@ -93,7 +93,7 @@ class Connection:
         while True:
             attempt += 1
             try:
-                # Newer credentials may lie in the profile, which the SDK reads once.
+                # The SDK reads the profile once; newer credentials may be there by now.
                 handle = await self._client(handle if stale else None)
                 answer = await self._attempt(handle, method, params, body, answer_bytes, admit)
             except Exception as error:
@@ -133,7 +133,7 @@ class Connection:
         admit: Admit | None,
     ) -> dict[str, Any]:
         body = Body(views)
-        # In this order: who has bytes under way gets on, as `_send` may wait for some with a slot.
+        # In this order: `_send` may wait for bytes while it has a slot, so bytes must not wait for slots.
         async with self._slots, self._budget.taken(len(body) + answer_bytes), handle.used():
             self.counts.requests[method] += 1
             if len(body):
@@ -157,13 +157,13 @@ class Connection:
         counted: bool,
         admit: Admit | None,
     ) -> dict[str, Any]:
-        """`counted`: what will be answered counts as under way already."""
+        """Send one request and read its answer; `counted` if the budget includes it already."""
         options, request = self.options, getattr(client, method)(**params)
-        with ours():
+        with smdist_requests():
             if "Body" in params:
-                answer: dict[str, Any] = await request  # `_watch` sees whether it moves
+                answer: dict[str, Any] = await request  # `_watch` checks its progress
             else:
-                # The timeouts of aiohttp leave out the resolution of names.
+                # The timeouts of aiohttp do not cover name resolution.
                 limit = options.connect_timeout_s + options.stall_s
                 answer = await asyncio.wait_for(request, limit)
         if (stream := answer.get("Body")) is not None:
@@ -180,13 +180,13 @@ class Connection:
         return answer
 
     async def _read(self, stream: Any, size: int | None, admit: Admit) -> bytes:
-        """A timeout of the socket does not end a body that comes byte by byte."""
+        """Read a body within a time limit: a socket timeout does not end one that trickles."""
         options, began = self.options, time.monotonic()
         if size is not None:
             limit = options.stall_s + int(size) / options.slowest_bytes_per_s
             whole: bytes = await asyncio.wait_for(stream.read(), limit)
             return whole
-        data = bytearray()  # HTTP/1.1 lets a server begin an answer before it knows its size
+        data = bytearray()  # HTTP/1.1 allows an answer of unknown size
         while True:
             until = began + options.stall_s + len(data) / options.slowest_bytes_per_s
             chunk = await asyncio.wait_for(stream.read(_CHUNK), until - time.monotonic())
@@ -196,20 +196,23 @@ class Connection:
             admit(len(data))
 
     async def _watch(self, task: asyncio.Task[dict[str, Any]], body: Body) -> dict[str, Any]:
-        """aiohttp has timeouts for connecting and for answers, none for a body that is not taken."""
-        patience = self.options.connect_timeout_s + self.options.stall_s if len(body) else None
+        """Wait for `task`, and raise TimeoutError if the server stops taking the body.
+
+        aiohttp has timeouts for connecting and for answers, but none for that.
+        """
+        timeout_s = self.options.connect_timeout_s + self.options.stall_s if len(body) else None
         while True:
             before = body.taken
-            done, _ = await asyncio.wait({task}, timeout=patience)
+            done, _ = await asyncio.wait({task}, timeout=timeout_s)
             if done:
                 return task.result()
             if body.taken == before:
-                raise asyncio.TimeoutError("the server takes no more of the request")
+                raise asyncio.TimeoutError("the server stopped reading the request")
 
     # -- the client ------------------------------------------------------------------------------
 
     async def _client(self, stale: ClientHandle | None) -> ClientHandle:
-        """The client, made anew if it is `stale`: who comes second finds the new one."""
+        """Return the client, a new one if it is `stale`. Concurrent callers share the new one."""
         handle = self._handle
         if handle is not None and handle is not stale:
             return handle
@@ -227,19 +230,19 @@ class Connection:
             return self._handle
 
     async def _renewed(self, refused: ClientHandle) -> bool:
-        """Whether there are other credentials now than those that were refused: `_client` has them."""
+        """Replace the client if there are other credentials by now. Return whether it was replaced."""
         async with self._opening:
             if self._handle is not refused:
                 return self._handle is not None
-            if time.monotonic() < self._looked_at + self.options.look_again_s:
+            if time.monotonic() < self._credentials_read_at + self.options.look_again_s:
                 return False
-            self._looked_at = time.monotonic()
+            self._credentials_read_at = time.monotonic()
             try:
                 fresh = await create_client_if_renewed(self.location, self.options, refused)
             except Exception as error:
                 if classify(error) is None:
                     raise
-                return False  # nothing better than what was refused
+                return False  # no better credentials
             if fresh is not None:
                 await self._replace(fresh)
             return fresh is not None
@@ -253,7 +256,7 @@ class Connection:
 
 
 class _ByteBudget:
-    """Bytes under way, both ways, first come first served; one larger than all of it goes alone."""
+    """Limits the bytes in flight, first come first served. A larger request runs alone."""
 
     def __init__(self, limit: int, counts: Counts) -> None:
         self._limit, self._counts = limit, counts
@@ -279,7 +282,7 @@ class _ByteBudget:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # admitted in the same moment
+            if turn.done() and not turn.cancelled():  # admitted at the same moment
                 self._counts.in_flight_bytes -= size
             else:
                 self._waiting.remove((size, turn))
@@ -304,7 +307,7 @@ class _ByteBudget:
 
 
 async def _ended(task: asyncio.Task[Any]) -> None:
-    """Cancel and wait, whatever happens: the buffers go back to the caller after this."""
+    """Cancel `task` and wait for its end: the caller reuses the buffers afterwards."""
     cancelled = False
     while not task.done():
         task.cancel()

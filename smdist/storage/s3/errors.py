@@ -1,8 +1,8 @@
-"""What an S3 request that failed means, and what to tell the user.
+"""What a failed S3 request means, and what the user reads about it.
 
-`classify` sorts whatever the SDK raises into a Fault; `refusal` makes the StoreError of it, with
-bucket, key, operation and remedy. Texts are ours: a server's own words are quoted only for codes
-that we do not know, and no text holds a credential.
+`classify` turns every exception of the SDK into a Fault. `to_store_error` turns that into a StoreError
+with bucket, key, operation and remedy. The server's own words are quoted only for unknown codes, and
+no text contains a credential.
 """
 
 from __future__ import annotations
@@ -21,18 +21,26 @@ from botocore.parsers import ResponseParserError
 from smdist.errors import ObjectNotFound, StoreError, StoreForbidden, StoreFull
 from smdist.storage.s3.options import S3Location
 
-__all__ = ["Fault", "Kind", "NoReceipt", "RequestFailed", "check_receipt", "classify", "refusal"]
+__all__ = [
+    "Fault",
+    "Kind",
+    "NoReceipt",
+    "RequestFailed",
+    "check_receipt",
+    "classify",
+    "to_store_error",
+]
 
 Kind = Literal[
     "missing",  # no such key
-    "exists",  # a condition did not hold
-    "range",  # starts behind the end
-    "no_upload",  # that multipart upload is over
+    "exists",  # the condition of a write failed
+    "range",  # begins after the end
+    "no_upload",  # the multipart upload has ended
     "unsupported",  # the server has no such operation
-    "foreign",  # what answers there is no S3 service
+    "foreign",  # not an S3 service
     "full",
-    "denied",  # asking again gives the same answer
-    "expired",  # credentials; newer ones may be there
+    "denied",  # a retry gives the same answer
+    "expired",  # credentials; there may be newer ones
     "throttled",
     "unreachable",  # the request never arrived
     "transient",  # it may have arrived
@@ -82,7 +90,7 @@ _STATUS: dict[int, Kind] = {
     503: "throttled",
     507: "full",
 }
-# What a server gives for something that it has stored: a proxy may answer 200 in its place.
+# What a server returns for a stored object. A proxy may answer 200 without it.
 _RECEIPTS = {
     "create_multipart_upload": "UploadId",
     "put_object": "ETag",
@@ -90,12 +98,12 @@ _RECEIPTS = {
     "complete_multipart_upload": "ETag",
 }
 _SECRET_KEY = "check AWS_SECRET_ACCESS_KEY or the secret in the profile"
-_TOKEN = "the session token is wrong; set AWS_SESSION_TOKEN anew or unset it"
+_TOKEN = "the session token is wrong; renew or unset AWS_SESSION_TOKEN"
 _REGION = "the bucket is in another region; set AWS_REGION or ?region="
 _REMEDIES = {
     "NoSuchBucket": "there is no such bucket; create it, or correct the name in the s3:// URL",
-    "InvalidBucketName": "no server would have a bucket of that name; correct the s3:// URL",
-    "SignatureDoesNotMatch": f"the secret access key is not the one of this access key; {_SECRET_KEY}",
+    "InvalidBucketName": "this is not a valid bucket name; correct the s3:// URL",
+    "SignatureDoesNotMatch": f"the secret access key does not match the access key; {_SECRET_KEY}",
     "InvalidAccessKeyId": (
         "the server does not know this access key; check AWS_ACCESS_KEY_ID or the profile, and "
         "whether the endpoint is the right one"
@@ -118,19 +126,19 @@ _REMEDIES = {
 _RIGHTS = {
     "put": "s3:PutObject (and s3:AbortMultipartUpload)",
     "write": "s3:PutObject",
-    "get": "s3:GetObject, and s3:ListBucket to tell what is missing from what is forbidden",
+    "get": "s3:GetObject, and s3:ListBucket to tell missing from forbidden",
     "list": "s3:ListBucket",
     "delete": "s3:DeleteObject",
     "sweep": "s3:ListBucketMultipartUploads and s3:AbortMultipartUpload",
 }
 _DENIED = {"AccessDenied", "AllAccessDisabled", "AccountProblem", "Forbidden", "403", "401"}
-# What credentials that were replaced or revoked lead to, on one server or another.
+# What servers answer to credentials that were replaced or revoked.
 _REJECTED = _DENIED | {
     "InvalidAccessKeyId",
     "InvalidToken",
     "InvalidTokenId",
     "SignatureDoesNotMatch",
-    "NoCredentialsError",  # the file was being written when we read it
+    "NoCredentialsError",  # the file was just being written
 }
 _CREDENTIALS = (
     sdk.NoCredentialsError,
@@ -158,7 +166,7 @@ class Fault:
     kind: Kind
     code: str  # the server's, or the name of the SDK's exception
     detail: str = ""
-    pause_s: float = 0.0  # at least, as the server asks
+    pause_s: float = 0.0  # minimum pause that the server asks for
 
     @property
     def retryable(self) -> bool:
@@ -166,23 +174,23 @@ class Fault:
 
     @property
     def rejected(self) -> bool:
-        """Other credentials, if there are any by now, may fare better."""
+        """Return whether other credentials may succeed."""
         return self.kind == "denied" and self.code in _REJECTED
 
 
 class NoReceipt(Exception):
-    """A write was answered well, but not as a server answers that has stored something."""
+    """A write was answered with success, but without what a server returns for a stored object."""
 
 
 def check_receipt(method: str, answer: Mapping[str, object]) -> None:
-    """Raises NoReceipt; `method` as the SDK names it."""
+    """Raise NoReceipt unless `answer` to the SDK's `method` shows that the object was stored."""
     wanted = _RECEIPTS.get(method)
     if wanted is not None and not answer.get(wanted):
         raise NoReceipt(wanted)
 
 
 class RequestFailed(Exception):
-    """Between the modules of this store. `unsure`: an earlier attempt may have had its effect."""
+    """A failed request, inside of this package. `unsure`: an earlier attempt may have succeeded."""
 
     def __init__(self, fault: Fault, error: BaseException, *, attempts: int, unsure: bool) -> None:
         super().__init__(fault.code)
@@ -190,7 +198,7 @@ class RequestFailed(Exception):
 
 
 def classify(error: BaseException) -> Fault | None:
-    """None: not of the network or the server, but a mistake of ours."""
+    """Return the fault of network or server behind `error`, None for a programming error."""
     name = type(error).__name__
     if isinstance(error, sdk.ClientError):
         return _answer(error.response, worded=not error.operation_name.startswith("Head"))
@@ -210,12 +218,12 @@ def classify(error: BaseException) -> Fault | None:
     if isinstance(error, (asyncio.TimeoutError, TimeoutError, OSError)):
         return Fault("transient", name, _reason(error))
     if isinstance(error, (sdk.BotoCoreError, ValueError)):
-        return Fault("denied", name, _short(str(error)))
+        return Fault("denied", name, _redacted(str(error)))
     return None
 
 
 def _was_connected(error: BaseException) -> bool:
-    """aiobotocore gives a connection that broke the name of one that never was."""
+    """Check whether a connection broke: aiobotocore reports that as one that failed to open."""
     inner = getattr(error, "kwargs", {}).get("error")
     return isinstance(inner, aiohttp.ClientError) and not isinstance(
         inner, (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError)
@@ -223,7 +231,7 @@ def _was_connected(error: BaseException) -> bool:
 
 
 def _answer(response: Any, *, worded: bool) -> Fault:
-    """`worded`: S3 gives its reasons in the body of such an answer, which a HEAD has none of."""
+    """Return the fault in an answer. `worded`: its body gives the code, unlike that of a HEAD."""
     error, meta = response.get("Error", {}), response.get("ResponseMetadata", {})
     code, status = str(error.get("Code", "")), int(meta.get("HTTPStatusCode", 0))
     kind, bare = _KINDS.get(code), code in ("", str(status))
@@ -236,10 +244,10 @@ def _answer(response: Any, *, worded: bool) -> Fault:
         kind = _STATUS.get(status, kind) if status in (429, 503, 507) else kind
     pause = str(meta.get("HTTPHeaders", {}).get("retry-after", ""))
     pause_s = float(pause) if pause.isdigit() else 0.0
-    return Fault(kind, code or str(status), _short(str(error.get("Message", ""))), pause_s)
+    return Fault(kind, code or str(status), _redacted(str(error.get("Message", ""))), pause_s)
 
 
-def refusal(
+def to_store_error(
     location: S3Location, endpoint: str, key: str, operation: str, failed: RequestFailed
 ) -> StoreError:
     fault = failed.fault
@@ -261,26 +269,26 @@ def _text(location: S3Location, endpoint: str, operation: str, fault: Fault) -> 
         return f"{bucket}: {fault.code}: {_REMEDIES[fault.code]}"
     if fault.code in _DENIED:
         rights = _RIGHTS.get(operation, "more rights")
-        return f"{bucket}: {fault.code}: these credentials may not do that; they need {rights}"
+        return f"{bucket}: {fault.code}: these credentials lack a permission; they need {rights}"
     if fault.code == "SSLError":
         return f"{bucket}: no secure connection; check the certificate or AWS_CA_BUNDLE"
     if fault.kind == "unreachable":
         why = f" ({fault.detail})" if fault.detail else ""
         return f"{bucket} cannot be reached{why}; check the endpoint and the network"
     if fault.kind == "expired":
-        return f"{bucket}: {fault.code}: the credentials have expired and there are no newer; renew them"
+        return f"{bucket}: {fault.code}: the credentials have expired; renew them"
     if fault.kind == "full":
-        return f"{bucket}: {fault.code}: there is no room left; free some or raise the quota"
+        return f"{bucket}: {fault.code}: the store is full; free some space or raise the quota"
     if fault.kind == "unsupported":
-        return f"{bucket}: {fault.code}: the server cannot do that"
+        return f"{bucket}: {fault.code}: the server does not support this operation"
     if fault.code == "NoReceipt":
         return (
             f"{bucket} answers 200 without {fault.detail}: not stored; check endpoint and proxies"
         )
     if fault.kind == "foreign" or fault.code == "ResponseParserError":
-        return f"{bucket}: {fault.code}: no S3 service answers there; check the endpoint"
+        return f"{bucket}: {fault.code}: this is not an S3 service; check the endpoint"
     if fault.kind == "throttled":
-        return f"{bucket}: {fault.code}: the server asks for fewer requests; raise its limit"
+        return f"{bucket}: {fault.code}: too many requests for the server; raise its limit"
     if fault.kind == "transient":
         why = f" ({fault.detail})" if fault.detail else ""
         return f"{bucket}: {fault.code}{why}: the server or the network failed; check both"
@@ -294,7 +302,7 @@ def _host(endpoint: str) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Of the operating system, looked for in the wrappings: their own words repeat the URL."""
+    """Return the operating system's error text; the text of its wrappers repeats the URL."""
     kwargs = getattr(error, "kwargs", {})
     wrapped = kwargs.get("error")
     deepest = getattr(wrapped, "__cause__", None)
@@ -306,7 +314,7 @@ def _reason(error: BaseException) -> str:
     return "no answer" if isinstance(error, asyncio.TimeoutError) else ""
 
 
-def _short(text: str) -> str:
-    # A server may quote the request: what looks like a signature or a key stays out.
+def _redacted(text: str) -> str:
+    # A server may quote the request: remove what looks like a signature or a key.
     text = re.sub(r"(?i)(signature|token|credential|secret)\S*[=:]\s*\S+", r"\1=...", text)
     return " ".join(text.split())[:200]

@@ -1,9 +1,9 @@
-"""Large objects in parts, and no upload left behind.
+"""Upload large objects in parts, and leave no unfinished upload behind.
 
-An upload that fails or is cancelled is aborted before the call ends. One whose creation got lost on
-the way back is found by listing: a key has one writer. Where that fails too, the key is remembered as
-dangling, for its next upload and for `sweep`. What a killed process leaves is for `sweep`, called by the
-next writer of the same keys.
+An upload that fails or is cancelled is aborted before the call ends. If the answer to its creation was
+lost, it is found by listing: a key has one writer. If that fails too, the key is remembered as
+dangling, for its next upload and for `abort_uploads`. The next writer of the same keys calls
+`abort_uploads` for what a killed process has left.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from smdist.storage.s3.connection import Connection
 from smdist.storage.s3.errors import RequestFailed
 from smdist.storage.s3.request_body import split_views
 
-__all__ = ["part_size", "sweep", "upload"]
+__all__ = ["abort_uploads", "part_size", "upload"]
 
-_MOST_PARTS = 10_000
-# Of a listing of uploads: rclone's word for none, and those of servers that have no such listing.
+_MAX_PARTS = 10_000
+# Answers to a listing of uploads that mean none: of rclone, and of servers without such a listing.
 _NONE = ("no_upload", "missing", "unsupported", "foreign")
 _ABORT_DEADLINE_S = 20.0
 
 
 def part_size(total: int, wanted: int) -> int:
-    """`wanted`, or more where the number of parts is limited; whole MiB then."""
-    least = -(-total // _MOST_PARTS)
+    """Return `wanted`, or more (in whole MiB) if the number of parts would exceed the limit."""
+    least = -(-total // _MAX_PARTS)
     return wanted if least <= wanted else -(-least // (1 << 20)) << 20
 
 
@@ -39,7 +39,7 @@ async def upload(
     metadata: dict[str, str],
     condition: dict[str, str],
 ) -> None:
-    """Raises RequestFailed; of the completing request, the one that may be of unsure effect."""
+    """Upload an object in parts. Raise RequestFailed; only completion may be of unsure effect."""
     place = {"Bucket": connection.location.bucket, "Key": name}
     total = sum(view.nbytes for view in views)
     parts = split_views(views, part_size(total, connection.options.part_bytes))
@@ -61,7 +61,7 @@ async def upload(
 class _Created:
     def __init__(self, *, unsure: bool = False) -> None:
         self.upload_id: str | None = None
-        self.unsure = unsure  # there may be one whose id we never learned
+        self.unsure = unsure  # there may be an upload whose id is unknown
 
 
 async def _create(connection: Connection, params: dict[str, Any], known: _Created) -> None:
@@ -83,8 +83,8 @@ async def _send_parts(
     return await bounded_gather(send, range(len(parts)), connection.options.concurrency)
 
 
-async def sweep(connection: Connection, prefix: str, *, exact: bool = False) -> int:
-    """Abort the uploads under way of keys that begin with `prefix`; how many there were."""
+async def abort_uploads(connection: Connection, prefix: str, *, exact: bool = False) -> int:
+    """Abort the unfinished uploads of keys that begin with `prefix` and return their number."""
     place: dict[str, Any] = {"Bucket": connection.location.bucket}
     params = {**place, "Prefix": prefix}
     found: list[tuple[str, str]] = []
@@ -97,7 +97,7 @@ async def sweep(connection: Connection, prefix: str, *, exact: bool = False) -> 
             break
         uploads = page.get("Uploads", [])
         found += [(u["Key"], u["UploadId"]) for u in uploads if not exact or u["Key"] == prefix]
-        # Some servers say "truncated" and give no place to go on from.
+        # Some servers say "truncated" without a marker for the next page.
         if not (page.get("IsTruncated") and uploads and page.get("NextKeyMarker")):
             break
         params["KeyMarker"] = page["NextKeyMarker"]
@@ -111,17 +111,17 @@ async def _clean_up(connection: Connection, name: str, known: _Created) -> None:
     dangling = connection.counts.dangling
     unsure = known.unsure or name in dangling
     dangling.add(name)
-    with contextlib.suppress(RequestFailed):  # the error that brought us here says more
+    with contextlib.suppress(RequestFailed):  # the original error is raised instead
         if known.upload_id is not None:
             place = {"Bucket": connection.location.bucket, "Key": name}
             await _abort(connection, {**place, "UploadId": known.upload_id})
         if unsure:
-            await sweep(connection, name, exact=True)
+            await abort_uploads(connection, name, exact=True)
         dangling.discard(name)
 
 
 async def _abort(connection: Connection, params: dict[str, Any]) -> None:
-    # A part that was still on its way may bring an aborted upload back: asked until it is unknown.
+    # A part in flight may revive an aborted upload: repeat until the server does not know it.
     for _ in range(3):
         try:
             await connection.call("abort_multipart_upload", params, deadline_s=_ABORT_DEADLINE_S)

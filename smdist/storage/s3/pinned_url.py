@@ -1,4 +1,4 @@
-"""The URL of a place as this process finds it, for a process in another environment."""
+"""An s3:// URL that means the same store in a process with another environment."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["pin"]
 
 
 def pin(url: str) -> str:
-    """`url` with endpoint and region written out. Reads environment and profile, no network.
+    """Return `url` with explicit endpoint and region. Reads environment and profile, no network.
 
-    Credentials are whatever the other process has; so no profile is written out, as one in a URL
-    would come before credentials in the environment.
+    The other process uses its own credentials. The profile is therefore left out: in a URL it would
+    override credentials in the environment.
     """
     location = parse_s3_url(url)
     session = botocore.session.Session(profile=location.profile)

@@ -1,14 +1,13 @@
 """A bucket, or a prefix in one, as a store.
 
-One long-lived client per store and event loop: making one per write is forty times slower. Small
-objects go out in one request, large ones in parts (`s3_multipart`); bodies are streamed from the
-caller's buffers (`s3_body`), within a limit of requests and of bytes under way (`S3Options`).
-How requests are signed is told in `s3_session`, what is retried in `s3_connection`.
+There is one long-lived client per store and event loop: one per write is forty times slower. Small
+objects are sent in one request, large ones in parts (multipart.py). Bodies are streamed from the
+caller's buffers (request_body.py), within limits of requests and bytes in flight (`S3Options`).
+client.py explains how requests are signed, connection.py what is retried.
 
-A conditional put carries a write id. When an answer is lost and the next attempt is told that the
-object exists, the id says whose it is. Servers other than AWS are asked first whether the key is
-there, as some ignore the condition or refuse it; two writers may both win on those, as the contract
-allows.
+A conditional put carries a write id. If an answer is lost and the next attempt finds the object
+there, the id tells who wrote it. Servers other than AWS are asked for the key first, since some
+ignore or reject the condition. Two writers may both succeed there, which the contract allows.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from typing import Any, TypeVar
 
 from smdist.errors import ObjectExists
 from smdist.storage.s3.connection import Admit, Connection, Counts
-from smdist.storage.s3.errors import RequestFailed, refusal
-from smdist.storage.s3.multipart import sweep, upload
+from smdist.storage.s3.errors import RequestFailed, to_store_error
+from smdist.storage.s3.multipart import abort_uploads, upload
 from smdist.storage.s3.options import S3Location, S3Options, parse_s3_url
 from smdist.storage.s3.request_body import flat_views
 from smdist.storage.s3.write_probe import probe
@@ -39,12 +38,12 @@ _WRITE_ID = "smdist-write"
 @dataclass(frozen=True)
 class S3Statistics:
     requests: Mapping[str, int]  # attempts, by S3 operation
-    retries: Mapping[str, int]  # by what made them necessary
+    retries: Mapping[str, int]  # by error code
     sent_bytes: int
     received_bytes: int
     in_flight_bytes: int
     most_in_flight_bytes: int
-    renewals: int  # of the client, for newer credentials
+    renewals: int  # new clients, for newer credentials
 
 
 def open_s3(url: str, options: S3Options | None = None) -> S3Store:
@@ -116,14 +115,14 @@ class S3Store:
         await self._named(key, "delete", self._delete(self._name(key)))
 
     async def folders(self, prefix: str = "") -> Sequence[str]:
-        """Names directly under `prefix` that have keys below them, a request per thousand."""
+        """Return the names directly under `prefix` that have keys below them."""
         return await self._named(prefix, "list", self._folders(prefix))
 
     async def sweep_uploads(self, prefix: str) -> int:
-        """Abort unfinished multipart uploads of keys that begin with `prefix`; how many.
+        """Abort unfinished multipart uploads of keys that begin with `prefix`; return their number.
 
-        For the one writer of these keys, before its first put: a predecessor that was killed may
-        have left some, which cost money and are seen by no listing.
+        Called by the one writer of these keys before its first put. A killed predecessor may have
+        left some, which cost money and appear in no listing.
         """
         return await self._named(prefix, "sweep", self._sweep(prefix))
 
@@ -151,9 +150,9 @@ class S3Store:
         try:
             await upload(connection, name, views, metadata=metadata, condition=condition)
         except RequestFailed as failed:
-            # Completed by an attempt whose answer got lost: the next one finds no upload.
+            # An attempt whose answer was lost has completed it: the next one finds no upload.
             lost = failed.unsure and failed.fault.kind in ("no_upload", "missing")
-            if not lost or not await self._is_ours(name, metadata[_WRITE_ID], views):
+            if not lost or not await self._is_own_write(name, metadata[_WRITE_ID], views):
                 raise
 
     async def _put_if_absent(self, key: str, name: str, views: Sequence[memoryview]) -> None:
@@ -172,21 +171,24 @@ class S3Store:
                 return
             if failed.fault.kind != "exists":
                 raise
-            if not (failed.unsure and await self._is_ours(name, write_id, views)):
+            if not (failed.unsure and await self._is_own_write(name, write_id, views)):
                 raise ObjectExists(self.url, key, "put") from None
 
-    async def _is_ours(self, name: str, write_id: str, views: Sequence[memoryview]) -> bool:
+    async def _is_own_write(self, name: str, write_id: str, views: Sequence[memoryview]) -> bool:
         metadata = await self._head(name)
         if metadata is None:
             return False
         found = metadata.get(_WRITE_ID)
         if found is not None:
             return found == write_id
-        # Everything we write so carries an id: a server that keeps none leaves only the content.
+        # Some servers drop the metadata with the id: compare the content then.
         return await self._get(name, 0, None) == b"".join(views)
 
     async def _head(self, name: str) -> dict[str, str] | None:
-        """Metadata of an object, None without one. A HEAD cannot tell a missing bucket from it."""
+        """Return the metadata of an object, None without one.
+
+        Not by a HEAD, which cannot tell a missing object from a missing bucket.
+        """
         try:
             answer = await self._call("get_object", {"Key": name, "Range": "bytes=0-0"})
         except RequestFailed as failed:
@@ -194,16 +196,16 @@ class S3Store:
                 return None
             if failed.fault.kind == "range":  # it is empty
                 head = await self._call("head_object", {"Key": name})
-                return _lower(head["Metadata"])
+                return _lowercase_names(head["Metadata"])
             raise
-        return _lower(answer["Metadata"])
+        return _lowercase_names(answer["Metadata"])
 
     async def _get(
         self, name: str, start: int, stop: int | None, admit: Admit | None = None
     ) -> bytes:
         empty = stop is not None and stop <= start
         params = {"Key": name}
-        if empty:  # only whether it is there
+        if empty:  # only check that it exists
             params["Range"] = "bytes=0-0"
         elif start or stop is not None:
             params["Range"] = f"bytes={start}-{'' if stop is None else stop - 1}"
@@ -217,7 +219,7 @@ class S3Store:
         data: bytes = answer["Body"]
         if empty:
             return b""
-        # By the header: one server answers a range with status 200, another may ignore the range.
+        # Trust the header: one server answers a range with status 200, another ignores it.
         return data if "ContentRange" in answer or "Range" not in params else data[start:stop]
 
     async def _list(self, prefix: str, after: str) -> Sequence[str]:
@@ -257,7 +259,7 @@ class S3Store:
 
     async def _sweep(self, prefix: str) -> int:
         name = self._location.name(prefix)
-        count = await sweep(await self._connect(), name)
+        count = await abort_uploads(await self._connect(), name)
         dangling = self._counts.dangling
         dangling.difference_update([key for key in dangling if key.startswith(name)])
         return count
@@ -283,7 +285,7 @@ class S3Store:
     async def _connect(self) -> Connection:
         loop = asyncio.get_running_loop()
         if self._connection is None or self._loop is not loop:
-            # The one of another loop, maybe of the process before a fork, is left alone.
+            # Leave the connection of another loop (maybe from before a fork) alone.
             self._connection = Connection(self._location, self._options, self._counts)
             self._loop = loop
         await self._connection.open()
@@ -294,13 +296,13 @@ class S3Store:
             return await work
         except RequestFailed as failed:
             endpoint = self._connection.endpoint if self._connection is not None else ""
-            raise refusal(self._location, endpoint, key, operation, failed) from failed.error
+            raise to_store_error(self._location, endpoint, key, operation, failed) from failed.error
 
 
 def _is_hidden(key: str) -> bool:
-    """What no put of ours makes: hidden names, and the empty "folders" of web consoles."""
+    """Check for keys that no put makes: hidden names, and the empty "folders" of consoles."""
     return not key or key.startswith(".") or "/." in key or key.endswith("/") or "//" in key
 
 
-def _lower(metadata: Mapping[str, str]) -> dict[str, str]:
+def _lowercase_names(metadata: Mapping[str, str]) -> dict[str, str]:
     return {name.lower(): value for name, value in metadata.items()}

@@ -163,8 +163,8 @@ def test_invalid_numbers_are_rejected_before_anything_starts() -> None:
 @pytest.mark.parametrize(
     ("place", "said"),
     [
-        ("s3://b/x", "'b' is no bucket name"),
-        ("s3://", "'' is no bucket name"),
+        ("s3://b/x", "'b' is not a bucket name"),
+        ("s3://", "'' is not a bucket name"),
         ("s3://bucket/x?foo=1", "unknown key 'foo'"),
         ("gs://bucket/x", "not gs://"),
         (__file__, "is a file"),

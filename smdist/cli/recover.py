@@ -13,7 +13,7 @@ from smdist.cli.console import PlainConsole
 from smdist.errors import SmdistError, SpoolBusy, TrainerAlive
 from smdist.messages import count_of, printable, readable_bytes
 from smdist.workers.spool.private_files import private_root
-from smdist.workers.spool.spool import Spool, sweep, sweep_one
+from smdist.workers.spool.spool import Spool, remove_leftover, remove_leftovers
 from smdist.workers.upload.recover import (
     Recovered,
     default_roots,
@@ -56,8 +56,8 @@ def _spools_at(path: Path, named: bool, refused: list[str]) -> list[Path]:
     """
     place = Path(os.path.abspath(path))
     if named and not os.path.lexists(private_root(place)):
-        return [] if sweep_one(place) else [path]
-    sweep(private_root(place))
+        return [] if remove_leftover(place) else [path]
+    remove_leftovers(private_root(place))
     return find_spools([place], refused.append)
 
 

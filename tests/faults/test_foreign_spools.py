@@ -128,7 +128,7 @@ def strange(scene: Scene, name: str, make: Callable[[Path], None]) -> Attack:
     spool = scene.spool(f"{make.__name__} {name}")
     (spool.path / name).unlink()
     make(spool.path / name)
-    return Attack(spool.path, f"{spool.path / name} is not what it should be")
+    return Attack(spool.path, f"{spool.path / name} has the wrong type")
 
 
 def opened_up(scene: Scene, name: str, mode: int) -> Attack:

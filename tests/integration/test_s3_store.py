@@ -558,7 +558,10 @@ def test_check_tells_read_only_from_no_rights(moto: Server, aws: pytest.MonkeyPa
     writer = add_user(moto, f"writer-{bucket}", ["s3:PutObject"])
     nobody = add_user(moto, f"nobody-{bucket}", ["s3:ListAllMyBuckets"])
     with enforce_rights(moto):
-        for (key, secret), words in ((reader, "can be read but not written"), (nobody, "lack a permission")):
+        for (key, secret), words in (
+            (reader, "can be read but not written"),
+            (nobody, "lack a permission"),
+        ):
             aws.setenv("AWS_ACCESS_KEY_ID", key)
             aws.setenv("AWS_SECRET_ACCESS_KEY", secret)
             aws.delenv("AWS_SESSION_TOKEN", raising=False)

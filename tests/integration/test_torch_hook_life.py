@@ -157,7 +157,7 @@ def test_a_rank_without_a_place_to_buffer_in_does_not_enter_the_run(
     assert not list((tmp_path / "run").rglob("*.json"))
     assert "spool_dir=" in caplog.text
     assert "Not a directory" in caplog.text
-    assert "again and again" not in caplog.text
+    assert "keep removing it" not in caplog.text
 
 
 def test_relative_places_are_those_of_where_the_hook_was_built(

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from smdist.errors import ConfigurationError
-from smdist.workers.spool.private_files import private_root, refusal
+from smdist.workers.spool.private_files import private_root, why_not_private
 from smdist.workers.spool.spool import no_room
 
 __all__ = [
@@ -166,7 +166,7 @@ def check_spool(spool_dir: str | None, environ: Mapping[str, str] = os.environ) 
     try:
         root = Path(given).expanduser().absolute()
         own = private_root(root)
-        if cause := refusal(own):
+        if cause := why_not_private(own):
             raise ValueError(cause)
         for place in (own, root, *root.parents):
             if _takes_a_folder(place, fleeting=place is own):
@@ -203,11 +203,11 @@ def choose_spool(
     free_bytes: Callable[[Path], int | None] = free_bytes,
     local_world_size: int | None = None,
     spool_dir: str | None = None,
-    refusal: Callable[[Path], str] = refusal,
+    why_not_private: Callable[[Path], str] = why_not_private,
 ) -> Placement:
     """Where a buffer of this size goes: `spool_dir` if it is given, which wins over the environment.
 
-    Never fails: making the folder there may. `refusal` says why a private root cannot be used.
+    Never fails: making the folder there may. `why_not_private` says why a private root cannot be used.
     """
     needed = buffer_bytes * max(1, local_world_size or 1)
     name, given = _given(spool_dir, environ)
@@ -223,8 +223,8 @@ def choose_spool(
                 "that the buffers of the ranks on this machine can take"
             )
         return Placement(root, root, "given", message)
-    disk = _disk(needed, environ, free_bytes, refusal)
-    if cause := refusal(private_root(_MEMORY)):
+    disk = _disk(needed, environ, free_bytes, why_not_private)
+    if cause := why_not_private(private_root(_MEMORY)):
         message = (
             f"{cause}; captured tensors wait in {disk} instead, which can be slower. Have it removed, "
             "or set SMDIST_SPOOL_DIR"
@@ -248,11 +248,11 @@ def _disk(
     needed: int,
     environ: Mapping[str, str],
     free_bytes: Callable[[Path], int | None],
-    refusal: Callable[[Path], str],
+    why_not_private: Callable[[Path], str],
 ) -> Path:
     # /var/tmp before /tmp: it outlives a reboot and is rarely in memory itself.
     paths = [Path(name) for name in (environ.get("TMPDIR"), "/var/tmp", "/tmp") if name]
-    ours = [path for path in paths if not refusal(private_root(path))]
+    ours = [path for path in paths if not why_not_private(private_root(path))]
     frees = [(free_bytes(path) or 0, path) for path in ours or paths]
     fitting = [path for free, path in frees if free >= needed]
     return fitting[0] if fitting else max(frees, key=lambda pair: pair[0])[1]

@@ -271,7 +271,7 @@ class CaptureSession(Generic[T]):
         # A rank that has no place to buffer in saves nothing, ever, and once there is a spool, whoever
         # sends it enters the run for this rank, and others wait for it: so there is room before.
         self._unfinished_spool = Spool.at(info, place.root, place.overflow)
-        with Spool.made(info, place.root, place.overflow) as spool:
+        with Spool.creating(info, place.root, place.overflow) as spool:
             capture = Capture(spool, self._access, limits, self._say)
         supervisor = Supervisor(spool, trouble=self._trouble)
         capture.set_uploader_alive(lambda: supervisor.running)

@@ -1,7 +1,7 @@
-"""A page shared by the training process and its uploader: how far the store has come.
+"""A page of shared memory: which journal records the uploader has stored.
 
-The uploader writes, the training process reads without a system call. Every number is one aligned
-8-byte word, so a reader sees the old value or the new one.
+The uploader writes it; the training process reads it without a system call. Each number is one aligned
+8-byte word, so a reader sees either the old or the new value.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from smdist.workers.spool.private_files import open_file
 __all__ = ["AckPage"]
 
 _PAGE = 4096
-_TEXT = 1024  # offset of the trouble text
-_ACKED, _BYTES, _STEPS, _UPLOADER, _TROUBLE_LENGTH = range(5)
+_TEXT = 1024  # offset of the error text
+_ACKED, _BYTES, _STEPS, _UPLOADER, _ERROR_LENGTH = range(5)
 
 
 class AckPage:
@@ -32,7 +32,7 @@ class AckPage:
 
     @property
     def acked(self) -> int:
-        """Every journal record below this ordinal is in the store."""
+        """Return the ordinal below which every journal record is stored."""
         return self._words[_ACKED]
 
     @acked.setter
@@ -41,7 +41,7 @@ class AckPage:
 
     @property
     def bytes_stored(self) -> int:
-        """As they were captured: without what a segment has besides."""
+        """Return the captured bytes that are stored, without the overhead of segments."""
         return self._words[_BYTES]
 
     @property
@@ -54,7 +54,7 @@ class AckPage:
 
     @property
     def uploader_pid(self) -> int:
-        """The uploader at work, 0 before the first and after the last."""
+        """Return the process id of the running uploader, 0 if there is none."""
         return self._words[_UPLOADER]
 
     @uploader_pid.setter
@@ -63,16 +63,16 @@ class AckPage:
 
     @property
     def last_error(self) -> str:
-        """What holds the uploader up right now, empty when nothing does."""
-        length = min(self._words[_TROUBLE_LENGTH], _PAGE - _TEXT)
+        """Return what keeps the uploader from making progress now, empty if nothing does."""
+        length = min(self._words[_ERROR_LENGTH], _PAGE - _TEXT)
         return bytes(self._map[_TEXT : _TEXT + length]).decode("utf-8", "replace")
 
     @last_error.setter
     def last_error(self, text: str) -> None:
         data = text.encode()[: _PAGE - _TEXT]
-        self._words[_TROUBLE_LENGTH] = 0
+        self._words[_ERROR_LENGTH] = 0
         self._map[_TEXT : _TEXT + len(data)] = data
-        self._words[_TROUBLE_LENGTH] = len(data)
+        self._words[_ERROR_LENGTH] = len(data)
 
     def close(self) -> None:
         self._words.release()

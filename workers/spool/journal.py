@@ -1,15 +1,15 @@
-"""The journal of a rank: records appended by the training process, read by its uploader.
+"""The journal of a rank: records appended by the training process and read by its uploader.
 
-Files of fixed size, `journal-000000`, `journal-000001`, ..., reserved before use so that a full
-file system is met at rotation and never by a record:
+It consists of files of fixed size, `journal-000000`, `journal-000001`, ... Each is reserved before use,
+so that a full file system fails a rotation and never a record:
 
     b"smdjrnl1"  u64 ordinal of the first record
     frame*       u32 length, u32 CRC32C of the payload, payload (msgpack), to a multiple of 8
     zeros
 
-A frame counts when its checksum fits: a reader that comes too early, or after a SIGKILL in the middle of
-a write, sees no record there. A length of 0xFFFFFFFF says that the next file goes on. Numbers of `Declare`
-hold within one file, so every file can be read without those before it.
+A frame is valid when its checksum matches. A reader that comes too early, or after a SIGKILL in the
+middle of a write, sees no record there. A length of 0xFFFFFFFF means: continue in the next file. Numbers
+of `Declare` are valid within one file, so every file can be read without those before it.
 
 The frame of a `Part` is written in two places: here, and by `kernel.record` (C, or numpy) on the fast
 path of gradients. `test_compiled_and_python_frames_are_equal` in tests/unit/smdist/kernel holds them
@@ -45,8 +45,8 @@ _MAGIC = b"smdjrnl1"
 _HEADER = struct.Struct("<8sQ")
 _FRAME = struct.Struct("<II")
 _CONTINUED = 0xFFFFFFFF
-_REST = len(msgspec.msgpack.encode((0.0, 0, 0, 0, 0))) - 1  # of a part: its time and what follows
-_MOST_PART = 72  # bytes of its frame
+_PART_TAIL = len(msgspec.msgpack.encode((0.0, 0, 0, 0, 0))) - 1  # a part's time and the rest
+_MAX_PART_FRAME = 72
 _NAME = re.compile(r"journal-(\d{6,})")
 
 
@@ -59,11 +59,11 @@ def _padded(length: int) -> int:
 
 
 class JournalFileFull(Exception):
-    """The owner calls `make_room`, declares again what it needs, and appends once more."""
+    """The owner must call `make_room`, declare its kinds again, and repeat the append."""
 
 
 class _File(NamedTuple):
-    """A journal file that is written: mapped at `address`, to be used up to `stop`."""
+    """The journal file that is being written: mapped at `address`, used up to `stop`."""
 
     number: int
     first: int  # ordinal of its first record
@@ -77,15 +77,15 @@ class _File(NamedTuple):
 
     @property
     def stop(self) -> int:
-        return self.address + len(self.map) - _FRAME.size  # there is always room for the way on
+        return self.address + len(self.map) - _FRAME.size  # leaves room for the continuation mark
 
 
 class JournalWriter:
-    """The training process's end. Not thread-safe: its owner serialises `append`.
+    """Used by the training process. Not thread-safe: the owner serialises all calls.
 
-    What the files hold is the truth, as a reader may have seen it. An exception that comes between a
-    frame and the cursor behind it, or in the middle of a rotation, is made good by `settle`, which
-    goes by the files: their owner calls it before anything else.
+    The content of the files is the truth: a reader may have seen it. An exception may come between
+    writing a frame and moving the cursor, or in the middle of a rotation. The owner then calls
+    `repair` before anything else, which reads the files.
     """
 
     def __init__(self, spool: Spool, file_bytes: int = FILE_BYTES) -> None:
@@ -94,17 +94,21 @@ class JournalWriter:
         self._encode: Callable[[Record], bytes] = msgspec.msgpack.Encoder().encode
         self._file: _File | None = None
         self._closed = False
-        self._end = 0  # how far the file may be used
-        # Address of the next frame, and its ordinal: where the kernel can move them on, too.
+        self._end = 0  # address up to which the file may be used
+        # Address and ordinal of the next frame, in memory that the C kernel advances, too.
         self._cursor = array("Q", [0, 0])
         self._cursor_address = self._cursor.buffer_info()[0]
-        self._sure: tuple[_File | None, int, int] = (None, 0, 0)  # where it once stood, in its file
-        self._opening = b""
+        self._verified: tuple[_File | None, int, int] = (
+            None,
+            0,
+            0,
+        )  # an earlier cursor, and its file
+        self._part_head = b""
         self._rotate(0)
 
     @property
     def file_index(self) -> int:
-        """Index of the current file."""
+        """Return the index of the current file."""
         return -1 if self._file is None else self._file.number
 
     @property
@@ -112,9 +116,9 @@ class JournalWriter:
         return self._cursor[1]
 
     def append(self, record: Record) -> int:
-        """Its ordinal. The record is safe from this process's death when this returns.
+        """Append `record` and return its ordinal. It then survives the death of this process.
 
-        Raises JournalFileFull when it has no room, or may not grow that far.
+        Raise JournalFileFull when the file has no room, or may not grow that far.
         """
         payload = self._encode(record)
         need, (at, ordinal) = _padded(len(payload)), self._cursor
@@ -127,17 +131,17 @@ class JournalWriter:
         return ordinal
 
     def set_step(self, mode: int, mode_step: int, step: int) -> None:
-        """The step of the parts that `put` will record."""
-        self._opening = self._encode(Part(mode, mode_step, step, 0.0, 0, 0, 0, 0))[:-_REST]
-        self._sure = (self._file, self._cursor[0], self._cursor[1])
+        """Set the step of parts that `append_part` records."""
+        self._part_head = self._encode(Part(mode, mode_step, step, 0.0, 0, 0, 0, 0))[:-_PART_TAIL]
+        self._verified = (self._file, self._cursor[0], self._cursor[1])
 
     def append_part(
         self, target: int, source: int, nbytes: int, kind: int, arena: int, offset: int
     ) -> None:
-        """Copy a part into the arena, and append the record of it; as little as that can take."""
-        if self._cursor[0] + _MOST_PART > self._end:
+        """Copy a part into the arena and append its record, in one call into C."""
+        if self._cursor[0] + _MAX_PART_FRAME > self._end:
             raise JournalFileFull
-        place, opening = self._cursor_address, self._opening
+        place, opening = self._cursor_address, self._part_head
         kernel.record(target, source, nbytes, place, opening, time.time(), kind, arena, offset)
 
     def _write(self, file: mmap.mmap, at: int, data: bytes) -> None:
@@ -145,20 +149,20 @@ class JournalWriter:
 
     @property
     def written_bytes(self) -> int:
-        """Bytes so far, in all files."""
+        """Return the bytes written so far, in all files."""
         assert self._file is not None
         return self._file.before + self._cursor[0] - self._file.address
 
     def size_of(self, records: tuple[Record, ...]) -> int:
-        """Bytes that they take, at most; numbers of kinds may be of any size."""
+        """Return an upper bound of the bytes that `records` take, with any number of their kind."""
         return sum(_padded(len(self._encode(record))) + 8 for record in records)
 
     def fits(self, nbytes: int) -> bool:
-        """Whether this file has room for so many bytes."""
+        """Check whether the current file has room for `nbytes`."""
         return not self._closed and self._cursor[0] + nbytes <= self._stop
 
     def limit_growth(self, nbytes: int) -> None:
-        """Let it grow by so many bytes, and then raise JournalFileFull."""
+        """Allow `nbytes` more; raise JournalFileFull after that."""
         self._end = min(self._stop, self._cursor[0] + nbytes)
 
     @property
@@ -167,7 +171,7 @@ class JournalWriter:
         return self._file.stop
 
     def make_room(self, records: tuple[Record, ...]) -> None:
-        """Go on in a new file that surely has room for `records`; all declarations are void then."""
+        """Continue in a new file that has room for `records`. All declarations are void then."""
         if self._closed:
             raise SpoolUnavailable(f"the journal in {self._spool.path} is closed")
         self._rotate(self.size_of(records))
@@ -176,10 +180,10 @@ class JournalWriter:
         size = max(self._file_bytes, _HEADER.size + need + 2 * _FRAME.size)
         new = _reserve(self._spool, _file_name(self.file_index + 1), size)
         self._write(new, 0, _HEADER.pack(_MAGIC, self.next_ordinal))
-        self._go_on_in(new)
+        self._switch_to(new)
 
-    def _go_on_in(self, new: mmap.mmap) -> None:
-        """From here on `settle` ends what is cut off: the file and its header are there."""
+    def _switch_to(self, new: mmap.mmap) -> None:
+        """Make `new`, which has its header, the current file. `repair` completes this if cut off."""
         old, ordinal, before = self._file, self.next_ordinal, 0
         if old is not None:
             at = self._cursor[0] - old.address
@@ -190,45 +194,45 @@ class JournalWriter:
         self._cursor[0] = file.start
         self._end = file.stop
         if old is not None:
-            _let_go(old.map)
+            _close_map(old.map)
 
     def repair(self) -> None:
-        """After an exception: step over what is written, and end the rotation that is under way."""
+        """Move the cursor behind the last valid frame and complete a rotation, after an exception."""
         file = self._file
         if file is None or self._closed:
             return
-        known, at, ordinal = self._sure
+        known, at, ordinal = self._verified
         if known is not file:
             at, ordinal = file.start, file.first
         while size := _size_at(file, at):
             at, ordinal = at + size, ordinal + 1
-            self._sure = (file, at, ordinal)  # this may be interrupted, too
+            self._verified = (file, at, ordinal)  # this loop may be interrupted, too
         self._cursor[0], self._cursor[1] = at, ordinal
-        self._end = at  # what it may grow by is asked again
+        self._end = at  # the owner sets the limit again
         name = _file_name(file.number + 1)
         path = next((p for place in self._spool.places if (p := place / name).exists()), None)
         if path is None:
             return
         new = _reopen(path)
-        if new is None:  # nobody can have seen it
+        if new is None:  # without a header no reader has used it
             path.unlink()
         else:
-            self._go_on_in(new)
+            self._switch_to(new)
 
     def close(self) -> None:
-        """Can be repeated if it is interrupted."""
+        """Close the file. Safe to repeat after an interruption."""
         self._closed, self._end = True, 0
         if self._file is not None:
-            _let_go(self._file.map)
+            _close_map(self._file.map)
 
 
-def _let_go(file: mmap.mmap) -> None:
+def _close_map(file: mmap.mmap) -> None:
     with contextlib.suppress(BufferError):  # the frame of an interrupted call holds a view
         file.close()
 
 
 def _size_at(file: _File, at: int) -> int:
-    """Bytes of the frame there, 0 if there is no whole one."""
+    """Return the size of the frame at address `at`, 0 without a valid one."""
     at -= file.address
     length, checksum = _FRAME.unpack_from(file.map, at)
     end = at + _FRAME.size + length
@@ -238,7 +242,7 @@ def _size_at(file: _File, at: int) -> int:
 
 
 def _reopen(path: Path) -> mmap.mmap | None:
-    """A file that was made and not yet written to; None if it has no header."""
+    """Map a new journal file, None if its header is missing."""
     with path.open("r+b") as handle:
         header = handle.read(_HEADER.size)
         if len(header) < _HEADER.size or _HEADER.unpack(header)[0] != _MAGIC:
@@ -247,10 +251,9 @@ def _reopen(path: Path) -> mmap.mmap | None:
 
 
 def _reserve(spool: Spool, name: str, size: int) -> mmap.mmap:
-    """A new file of `size` bytes that the file system has promised, in memory or on disk.
+    """Create a file whose `size` bytes are reserved, in memory or else on disk, and map it.
 
-    Mapped: what is written to it then survives this process as any write would, and is no call of the
-    operating system.
+    Writing to mapped memory survives this process like any write, without a system call.
     """
     for in_memory in (True, False):
         path, descriptor = (spool.path if in_memory else spool.make_overflow()) / name, -1
@@ -267,13 +270,13 @@ def _reserve(spool: Spool, name: str, size: int) -> mmap.mmap:
             if descriptor >= 0:
                 os.close(descriptor)
     raise SpoolUnavailable(
-        f"no room for the journal in {spool.path} nor in {spool.overflow}: free some disk space, or "
-        "give another place with spool_dir= or SMDIST_SPOOL_DIR"
+        f"no room for the journal in {spool.path} or {spool.overflow}: free some disk space, or set "
+        "spool_dir= or SMDIST_SPOOL_DIR to another folder"
     )
 
 
 class JournalReader:
-    """The uploader's end: everything from ordinal `start` on, once."""
+    """Used by the uploader: returns every record from ordinal `start` on once."""
 
     def __init__(self, spool: Spool, start: int = 0) -> None:
         self._spool = spool
@@ -285,9 +288,9 @@ class JournalReader:
         self._kinds: dict[int, Declare] = {}
 
     def read(self, most: int = sys.maxsize) -> list[Piece]:
-        """What was wholly written since the last call, up to `most` records.
+        """Return up to `most` records that are complete and were not returned before.
 
-        A record that cannot be understood is given as a Trouble that says so: it keeps its place.
+        An unreadable record is replaced by a Trouble record that says so, with the same ordinal.
         """
         pieces: list[Piece] = []
         if self._map is None and not self._open_first():
@@ -324,11 +327,13 @@ class JournalReader:
         return Piece(self._ordinal, record, kind)
 
     def _unreadable(self, error: Exception) -> Trouble:
-        what = "names an undeclared kind" if isinstance(error, KeyError) else f"is none: {error}"
-        return Trouble(f"journal record {self._ordinal} {what}; left out", -1, time.time())
+        what = (
+            "names an undeclared kind" if isinstance(error, KeyError) else f"is unreadable: {error}"
+        )
+        return Trouble(f"journal record {self._ordinal} {what}; it was skipped", -1, time.time())
 
     def _open_first(self) -> bool:
-        """The file that begins closest before `start`, or at it."""
+        """Open the last file that begins at or before `start`."""
         indices = sorted(
             int(found[1]) for entry in self._spool.names() if (found := _NAME.fullmatch(entry))
         )
@@ -338,9 +343,9 @@ class JournalReader:
                 self._firsts[index] = first
         if not self._firsts:
             return False
-        # None begins early enough only if files were lost; what is left is still worth reading.
+        # Without such a file some were lost; read what is left.
         early = [index for index, first in self._firsts.items() if first <= self._start]
-        # The last file may lack its ordinal, if its header was being written: it says 0 then.
+        # The last file may have ordinal 0 if its header was being written.
         early.sort(key=lambda index: (self._firsts[index], -index))
         return self._open(early[-1] if early else min(self._firsts))
 
@@ -350,7 +355,7 @@ class JournalReader:
                 header = handle.read(_HEADER.size)
         except NotPrivate:
             raise
-        except (SpoolUnavailable, FileNotFoundError):  # its reservation failed just now
+        except (SpoolUnavailable, FileNotFoundError):  # its reservation has just failed
             return None
         if len(header) < _HEADER.size:
             return None
@@ -359,7 +364,7 @@ class JournalReader:
 
     def _open(self, index: int) -> bool:
         first = self._first_of(index)
-        if first is None:  # after a power cut, a file may be less than the one before it promised
+        if first is None:  # after a power cut the next file may be incomplete
             return False
         if self._map is not None:
             self._map.close()
@@ -371,7 +376,7 @@ class JournalReader:
         return True
 
     def remove_before(self, ordinal: int) -> None:
-        """Remove files whose records are all below `ordinal`."""
+        """Remove the files whose records are all below `ordinal`."""
         for index in sorted(self._firsts):
             following = self._firsts.get(index + 1)
             if following is None or following > ordinal or index >= self._index:

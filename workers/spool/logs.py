@@ -1,4 +1,4 @@
-"""The logger of hooks. What it tells has names and errors of other people's making in it."""
+"""The logger of hooks. Names and errors in its messages may contain control characters."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from smdist.messages import printable
 __all__ = ["logger"]
 
 
-class _Plain(logging.Filter):
-    """Shows what would steer a terminal as escapes. Messages without arguments are left alone."""
+class _EscapeControls(logging.Filter):
+    """Escapes control characters in messages with arguments and in tracebacks."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.args:
@@ -21,10 +21,10 @@ class _Plain(logging.Filter):
         return True
 
 
-_plain = _Plain()
+_escape_controls = _EscapeControls()
 
 
 def logger() -> logging.Logger:
     found = logging.getLogger("smdist")
-    found.addFilter(_plain)  # once, however often
+    found.addFilter(_escape_controls)  # adding it again has no effect
     return found

@@ -1,12 +1,12 @@
-"""Open what is this user's alone: where temporary files go, other users can put anything.
+"""Open files that only this user can write. Other users can put anything into a temporary folder.
 
-    <root>/smdist-<uid>/      the private root: a folder of this user, 0700
-        <folder>/             of this user, and writable to nobody else
-            <file>            likewise, and known by one name
+    <root>/smdist-<uid>/      the private root: owned by this user, mode 0700
+        <folder>/             owned by this user, writable for no other
+            <file>            likewise, with a single name (no hard link)
 
-Everything below a private root is opened through here: no link is followed, a name means what lies in
-the folder that was checked, and what was opened is checked after that, so that nobody can exchange it
-in between. A named pipe in the place of a file blocks nobody. `NotPrivate` says what was found.
+Everything below a private root is opened through this module. No link is followed. A name is resolved
+in the folder that was checked, and every opened file is checked after opening, so it cannot be
+exchanged in between. Opening a named pipe does not block. `NotPrivate` says what was found.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ __all__ = [
     "open_in",
     "opened",
     "private_root",
-    "refusal",
     "remove_empty",
     "remove_file",
     "remove_folder",
+    "why_not_private",
 ]
 
-_ANYBODY, _WRITERS = 0o077, 0o022  # bits of a mode that nobody but the owner may have
-_SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY
+_ALL_OTHERS, _OTHER_WRITERS = 0o077, 0o022  # mode bits that only the owner may have
+_SAFE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY
 
 
 def private_root(root: Path) -> Path:
-    """`<root>/smdist-<uid>`, ours alone: a shared tmpfs is open to everybody on the machine."""
+    """Return `<root>/smdist-<uid>`: a shared tmpfs is open to all users of the machine."""
     return root / f"smdist-{os.geteuid()}"
 
 
 def is_private_name(path: Path) -> bool:
-    """Whether `path` is that of a folder directly in a private root."""
+    """Check whether `path` is directly in a private root."""
     return path.is_absolute() and path.parent == private_root(path.parent.parent)
 
 
-def refusal(root: Path) -> str:
-    """Why nothing can be kept in that private root; empty if it is ours, or not there."""
+def why_not_private(root: Path) -> str:
+    """Return why a private root cannot be used, empty if it can, or does not exist."""
     try:
-        os.close(_open(root, _FOLDER, stat.S_ISDIR, _ANYBODY))
+        os.close(_open(root, _FOLDER_FLAGS, stat.S_ISDIR, _ALL_OTHERS))
     except NotPrivate as error:
         return error.cause
     except OSError:
@@ -61,9 +61,9 @@ def refusal(root: Path) -> str:
 
 @contextlib.contextmanager
 def opened(folder: Path) -> Iterator[int]:
-    """Open `<private root>/<folder>`: its descriptor."""
+    """Open `<private root>/<folder>` and yield its descriptor."""
     with _opened_root(folder.parent) as root:
-        handle = _open(folder, _FOLDER, stat.S_ISDIR, _WRITERS, root)
+        handle = _open(folder, _FOLDER_FLAGS, stat.S_ISDIR, _OTHER_WRITERS, root)
     try:
         yield handle
     finally:
@@ -73,34 +73,37 @@ def opened(folder: Path) -> Iterator[int]:
 def open_file(
     path: Path, flags: int = os.O_RDONLY, kind: Callable[[int], bool] = stat.S_ISREG
 ) -> int:
-    """Open `<private root>/<folder>/<file>`: a descriptor, which the caller closes."""
+    """Open `<private root>/<folder>/<file>`; the caller closes the descriptor."""
     with opened(path.parent) as folder:
         return open_in(folder, path, flags, kind)
 
 
 def open_in(folder: int, path: Path, flags: int, kind: Callable[[int], bool] = stat.S_ISREG) -> int:
-    """Open a file in a folder that is open; `path` is its name in messages, too.
+    """Open the file `path` in its folder, whose descriptor is `folder`.
 
-    Never with O_TRUNC: it would be empty before it is checked.
+    Never pass O_TRUNC: the file would be emptied before it is checked.
     """
-    return _open(path, flags, kind, _WRITERS, folder)
+    return _open(path, flags, kind, _OTHER_WRITERS, folder)
 
 
 def check_files(folder: Path, pipe: str = "") -> list[str]:
-    """Names in a folder. NotPrivate if one is not a file of ours alone; `pipe` may be a named pipe."""
+    """Return the names in a folder. Raise NotPrivate unless all are private files.
+
+    `pipe` is the name of the one named pipe that is allowed.
+    """
     names = []
     with opened(folder) as handle:
         for name in os.listdir(handle):
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                 status = os.stat(name, dir_fd=handle, follow_symlinks=False)
                 kind = stat.S_ISFIFO if name == pipe else stat.S_ISREG
-                _check(folder / name, status, kind, _WRITERS)
+                _check(folder / name, status, kind, _OTHER_WRITERS)
                 names.append(name)
     return names
 
 
 def list_folders(root: Path, refused: Callable[[str], None] = lambda _message: None) -> list[Path]:
-    """Folders of ours in a private root; `refused` is told of each that is not, the root included."""
+    """Return the private folders in a private root; call `refused` for everything that is not."""
     found: list[Path] = []
     try:
         with _opened_root(root) as handle, os.scandir(handle) as entries:
@@ -108,7 +111,7 @@ def list_folders(root: Path, refused: Callable[[str], None] = lambda _message: N
     except NotPrivate as error:
         refused(str(error))
         return found
-    except OSError:  # it is not there: the folder goes with its last spool
+    except OSError:  # the root is removed together with its last spool
         return found
     for path in (root / name for name in names):
         try:
@@ -127,9 +130,9 @@ def remove_file(path: Path) -> None:
 
 
 def remove_folder(folder: Path, last: Sequence[str] = ()) -> None:
-    """Remove a folder of ours with its files, those in `last` at last, and an empty private root.
+    """Remove a private folder with its files, those in `last` at the end, and an empty root.
 
-    What is not ours stays. Can be repeated.
+    Everything that is not private stays. Safe to repeat.
     """
     if not is_private_name(folder):
         return
@@ -150,7 +153,7 @@ def remove_empty(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _opened_root(root: Path) -> Iterator[int]:
-    handle = _open(root, _FOLDER, stat.S_ISDIR, _ANYBODY)
+    handle = _open(root, _FOLDER_FLAGS, stat.S_ISDIR, _ALL_OTHERS)
     try:
         yield handle
     finally:
@@ -162,11 +165,11 @@ def _open(
 ) -> int:
     name = path if folder is None else path.name
     try:
-        handle = os.open(name, flags | _SAFELY, 0o600, dir_fd=folder)
+        handle = os.open(name, flags | _SAFE_FLAGS, 0o600, dir_fd=folder)
     except FileNotFoundError:
         raise
     except OSError:
-        # A link, another kind of thing, or somebody else's: say so, rather than what came of it.
+        # Report a link, a wrong type or a wrong owner, rather than the error it led to.
         _check(path, os.stat(name, dir_fd=folder, follow_symlinks=False), kind, others)
         raise
     try:
@@ -182,12 +185,12 @@ def _check(path: Path, status: os.stat_result, kind: Callable[[int], bool], othe
     if stat.S_ISLNK(mode):
         raise NotPrivate(f"{path} is a link", "remove it")
     if status.st_uid != os.geteuid():
-        remedy = "have it removed, or give another place with spool_dir= or SMDIST_SPOOL_DIR"
+        remedy = "have it removed, or set spool_dir= or SMDIST_SPOOL_DIR to another folder"
         raise NotPrivate(f"{path} belongs to another user ({status.st_uid})", remedy)
     if not kind(mode):
-        raise NotPrivate(f"{path} is not what it should be ({stat.filemode(mode)})", "remove it")
+        raise NotPrivate(f"{path} has the wrong type ({stat.filemode(mode)})", "remove it")
     if mode & others:
-        remedy = f"if all of it is yours: chmod go-{'rwx' if others == _ANYBODY else 'w'} {path}"
+        remedy = f"if all of it is yours: chmod go-{'rwx' if others == _ALL_OTHERS else 'w'} {path}"
         raise NotPrivate(f"{path} is open to others (mode {stat.S_IMODE(mode):o})", remedy)
     if stat.S_ISREG(mode) and status.st_nlink > 1:
-        raise NotPrivate(f"{path} has a second name somewhere (a hard link)", "remove that")
+        raise NotPrivate(f"{path} has a second name (a hard link)", "remove that")

@@ -196,7 +196,7 @@ def test_records_that_cannot_be_understood_keep_their_place(
     assert [piece.ordinal for piece in pieces] == [0, 1, 2]
     told = [piece.record.message for piece in pieces if isinstance(piece.record, Trouble)]
     assert "record 0 names an undeclared kind" in told[0]
-    assert "record 1 is none" in told[1]
+    assert "record 1 is unreadable" in told[1]
     assert pieces[2].record == close(0)
     writer.close()
     reader.close()

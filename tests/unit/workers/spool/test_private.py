@@ -12,7 +12,7 @@ from smdist.errors import NotPrivate, SpoolUnavailable
 from smdist.format.manifest import Run, Session
 from smdist.workers.spool.ack_page import AckPage
 from smdist.workers.spool.journal import JournalReader, JournalWriter
-from smdist.workers.spool.private_files import private_root, refusal, remove_folder
+from smdist.workers.spool.private_files import private_root, remove_folder, why_not_private
 from smdist.workers.spool.spool import Doorbell, Spool, SpoolInfo, UploadOptions
 from smdist.workers.upload.batch import Arenas
 
@@ -139,11 +139,11 @@ def test_a_spool_lies_in_a_private_root(spool: Spool, tmp_path: Path) -> None:
 
 def test_why_a_root_is_refused(tmp_path: Path) -> None:
     root = private_root(tmp_path)
-    assert refusal(root) == ""
+    assert why_not_private(root) == ""
     root.mkdir(mode=0o700)
-    assert refusal(root) == ""
+    assert why_not_private(root) == ""
     root.chmod(0o710)
-    assert refusal(root) == f"{root} is open to others (mode 710)"
+    assert why_not_private(root) == f"{root} is open to others (mode 710)"
     root.rmdir()
     root.write_text("")
-    assert "is not what it should be" in refusal(root)
+    assert "has the wrong type" in why_not_private(root)

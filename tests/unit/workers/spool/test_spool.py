@@ -20,9 +20,9 @@ from smdist.workers.spool.spool import (
     Spool,
     SpoolInfo,
     UploadOptions,
+    remove_leftover,
+    remove_leftovers,
     spool_name,
-    sweep,
-    sweep_one,
 )
 
 
@@ -120,7 +120,7 @@ def test_removal_without_overflow_touches_no_other_folder(
     assert spool.places == (spool.path,)
     spool.remove()
     assert (work / "precious").exists()
-    with pytest.raises(SpoolUnavailable, match="no other place"):
+    with pytest.raises(SpoolUnavailable, match="no overflow folder"):
         spool.make_overflow()
 
 
@@ -233,14 +233,14 @@ def test_a_number_that_was_written_as_null_is_the_default(spool: Spool, key: str
 
 
 def test_what_is_being_made_is_no_spool_yet(tmp_path: Path) -> None:
-    with Spool.made(make_info(), tmp_path) as spool:
+    with Spool.creating(make_info(), tmp_path) as spool:
         JournalWriter(spool).close()
         with pytest.raises(SpoolUnavailable, match="is not a spool"):
             Spool.open(spool.path)
-        sweep(private_root(tmp_path))
+        remove_leftovers(private_root(tmp_path))
         assert (spool.path / "journal-000000").exists()
     assert Spool.open(spool.path).info == spool.info
-    sweep(private_root(tmp_path))
+    remove_leftovers(private_root(tmp_path))
     with spool.lock():
         pass
 
@@ -260,7 +260,7 @@ def test_a_spool_in_a_relative_place_knows_where_it_is(
 
 def test_what_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
-    making = Spool.made(make_info(), tmp_path, disk)
+    making = Spool.creating(make_info(), tmp_path, disk)
     spool = making.__enter__()
     (spool.make_overflow() / "journal-000000").touch()
     interrupt = KeyboardInterrupt()
@@ -270,7 +270,7 @@ def test_what_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_child_that_is_forked_meanwhile_does_not_keep_the_lock(tmp_path: Path) -> None:
     reading, writing = os.pipe()
-    with Spool.made(make_info(), tmp_path) as spool:
+    with Spool.creating(make_info(), tmp_path) as spool:
         child = os.fork()
         if child == 0:
             os.close(writing)
@@ -286,7 +286,7 @@ def test_a_child_that_is_forked_meanwhile_does_not_keep_the_lock(tmp_path: Path)
 
 
 def die(info: SpoolInfo, root: Path) -> None:
-    with Spool.made(info, root, root / "disk") as spool:
+    with Spool.creating(info, root, root / "disk") as spool:
         JournalWriter(spool).close()
         (spool.make_overflow() / "journal-000001").write_bytes(b"x")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -318,12 +318,12 @@ def test_what_a_killed_process_was_making_is_removed_by_the_next(
 def test_what_is_in_use_or_holds_something_else_is_not_swept(killed: Path) -> None:
     handle = os.open(killed / "lock", os.O_RDWR)
     fcntl.flock(handle, fcntl.LOCK_EX)
-    assert not sweep_one(killed)
+    assert not remove_leftover(killed)
     os.close(handle)
     (killed / "notes.txt").write_text("mine")
-    assert not sweep_one(killed)
+    assert not remove_leftover(killed)
     (killed / "notes.txt").unlink()
-    assert sweep_one(killed)
+    assert remove_leftover(killed)
     assert not killed.exists()
 
 
@@ -340,7 +340,7 @@ def test_a_lock_that_another_one_replaced_is_none(
         real(handle, how)
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    assert not sweep_one(killed)
+    assert not remove_leftover(killed)
     assert (killed / "journal-000000").exists()
 
 
@@ -356,7 +356,7 @@ def test_spools_are_made_while_others_sweep(tmp_path: Path) -> None:
         process.start()
     try:
         for number in range(300):
-            with Spool.made(make_info(session_id=f"{number:08}"), tmp_path) as spool:
+            with Spool.creating(make_info(session_id=f"{number:08}"), tmp_path) as spool:
                 (spool.path / "journal-000000").write_bytes(b"x")
             assert (spool.path / "journal-000000").exists()
             assert Spool.open(spool.path).info == spool.info
@@ -370,4 +370,4 @@ def test_spools_are_made_while_others_sweep(tmp_path: Path) -> None:
 
 def sweep_until(root: Path, done: multiprocessing.synchronize.Event) -> None:
     while not done.is_set():
-        sweep(root)
+        remove_leftovers(root)

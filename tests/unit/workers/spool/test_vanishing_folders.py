@@ -11,7 +11,7 @@ import pytest
 
 from smdist.workers.hook.buffer_location import check_spool
 from smdist.workers.spool.private_files import private_root
-from smdist.workers.spool.spool import sweep
+from smdist.workers.spool.spool import remove_leftovers
 from smdist.workers.upload.recover import find_spools
 
 LOOKS = 5000  # many times as many as it takes to meet the moment
@@ -43,12 +43,12 @@ def root(tmp_path: Path) -> Iterator[Path]:
 
 LOOKING: list[Callable[[Path], object]] = [
     lambda root: find_spools([root]),
-    lambda root: sweep(private_root(root)),
+    lambda root: remove_leftovers(private_root(root)),
     lambda root: check_spool(str(root), {}),
 ]
 
 
-@pytest.mark.parametrize("look", LOOKING, ids=["find_spools", "sweep", "check_spool"])
+@pytest.mark.parametrize("look", LOOKING, ids=["find_spools", "remove_leftovers", "check_spool"])
 @pytest.mark.slow
 def test_who_looks_for_spools_meanwhile_is_not_disturbed(
     root: Path, look: Callable[[Path], object]

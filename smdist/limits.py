@@ -46,7 +46,7 @@ __all__ = [
 
 MAX_RANKS: Final = 1 << 17
 MAX_ABSENT_RANKS: Final = 1 << 20  # expected ranks of all attempts that stored nothing
-MAX_STEPS: Final = 1 << 21  # in a merged snapshot; longer runs are read from their manifests
+MAX_STEPS: Final = 1 << 20  # in a merged snapshot; longer runs are read from their manifests
 MAX_CELLS: Final = 1 << 23  # steps times ranks in one chunk of a snapshot
 MAX_NUMBER: Final = (1 << 62) - 1  # steps, records, bytes: the sum of two fits into 64 bits
 MAX_TIME: Final = 253402300799  # the end of the year 9999

@@ -82,6 +82,15 @@ class Chunk:
         """By mode step, in order."""
         return {row.mode_step: row for row in expand_runs(self.ref.runs)}
 
+    def row(self, mode_step: int) -> StepRow | None:
+        place = bisect_right(self._run_starts, mode_step) - 1
+        run = self.ref.runs[place] if place >= 0 else None
+        return run.row(mode_step) if run is not None and mode_step in run.mode_steps() else None
+
+    @cached_property
+    def _run_starts(self) -> list[int]:
+        return [run.mode_step for run in self.ref.runs]
+
     @property
     def first(self) -> StepKey:
         return (self.ref.mode, self.ref.runs[0].mode_step)
@@ -111,16 +120,17 @@ class ChunkSet:
         if place < 0:
             return None
         chunk = self.chunks[place]
-        return chunk if chunk.ref.mode == key[0] and key[1] in chunk.rows else None
+        return chunk if chunk.ref.mode == key[0] and chunk.row(key[1]) is not None else None
 
     def row(self, key: StepKey) -> StepRow | None:
         chunk = self.chunk(key)
-        return None if chunk is None else chunk.rows[key[1]]
+        return None if chunk is None else chunk.row(key[1])
 
     def keys(self) -> Iterator[StepKey]:
         for chunk in self.chunks:
-            for mode_step in chunk.rows:
-                yield (chunk.ref.mode, mode_step)
+            for run in chunk.ref.runs:
+                for mode_step in run.mode_steps():
+                    yield (chunk.ref.mode, mode_step)
 
     def blocks(self, key: StepKey, rank: int) -> Blocks:
         chunk = self.chunk(key)
@@ -188,7 +198,7 @@ def _target(sealed: ChunkSet, key: StepKey) -> Chunk | int:
             return mode
     chunk = sealed.chunks[place]
     if key > chunk.last and _is_tail(sealed, chunk):
-        ranks = chunk.rows[chunk.last[1]].ranks
+        ranks = chunk.ref.runs[-1].ranks
         if chunk.steps >= _most_steps(sum(stop - start for start, stop in ranks)):
             return mode
     return chunk

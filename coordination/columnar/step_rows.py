@@ -75,12 +75,22 @@ class StepRun(msgspec.Struct, frozen=True, array_like=True):
     def _numbered(self) -> Intervals:
         return tuple(span for _, spans in self.numbers for span in spans)
 
+    def mode_steps(self) -> range:
+        return range(self.mode_step, self.last + 1, self.mode_stride or 1)
+
+    def global_steps(self) -> Iterator[int]:
+        return (self.step + i * self.step_stride for i in range(self.count))
+
+    def row(self, mode_step: int) -> StepRow:
+        """Return the row of one of `mode_steps()`."""
+        place = (mode_step - self.mode_step) // (self.mode_stride or 1)
+        step = self.step + place * self.step_stride
+        return StepRow(
+            mode_step, step, self.ranks, self.layouts, self.open, self.planned, self.numbers
+        )
+
     def rows(self) -> Iterator[StepRow]:
-        same = (self.ranks, self.layouts, self.open, self.planned, self.numbers)
-        for i in range(self.count):
-            yield StepRow(
-                self.mode_step + i * self.mode_stride, self.step + i * self.step_stride, *same
-            )
+        return map(self.row, self.mode_steps())
 
 
 def expand_runs(runs: Iterable[StepRun]) -> Iterator[StepRow]:

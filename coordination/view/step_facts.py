@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from smdist.coordination.columnar.chunks import NO_CHUNKS
 from smdist.coordination.columnar.drop_log import NO_DROPS
@@ -12,8 +12,10 @@ from smdist.format.intervals import Members, find_gaps, merge_intervals, subtrac
 from smdist.identity import ModeKeys
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Set as AbstractSet
 
+    from smdist.coordination.columnar.chunks import ChunkSet
     from smdist.coordination.view.run_view import StepKey, View
     from smdist.format.intervals import Intervals
     from smdist.format.manifest import StepEntry
@@ -44,15 +46,17 @@ class Disagreement:
     numbers: Mapping[int, tuple[int, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class StepFacts:
+class StepFacts(NamedTuple):
     """A step of an attempt over all ranks, without judgement of time.
 
-    `step` is the global number the lowest rank gave it. `ranks` have something of it stored,
+    `step` is the global number that the lowest rank gave it. `ranks` have something of it stored.
     `absent` are expected ranks that have not closed it or dropped some of it, `dropped` those that
-    dropped some, `damaged` those of which not all that they stored of it can be read. Not `planned`:
-    nothing was due, some script saved values of its own. Whoever saved
-    none then has chosen so, and is not absent, but for a rank that was lost before it came there.
+    dropped some. Of `damaged` ranks, not everything that they stored of it can be read.
+
+    Not `planned`: nothing was due, and a script saved values of its own. A rank that saved none then
+    did so by choice and is not absent, unless it was lost before that step.
+
+    A tuple because a long run has a million of them: a dataclass takes five times as long to make.
     """
 
     key: StepKey
@@ -66,13 +70,13 @@ class StepFacts:
     planned: bool = True
     damaged: Members = _NOBODY
 
-    def without(self, ranks: Members) -> StepFacts:
-        """The same step, of which what `ranks` have is damaged."""
+    def with_damage(self, ranks: Members) -> StepFacts:
+        """Return the same step with `ranks` damaged."""
         damaged = merge_intervals((*self.damaged.intervals, *ranks.intervals))
         if damaged == self.damaged.intervals:
             return self
         absent = merge_intervals((*self.absent.intervals, *damaged))
-        return replace(self, damaged=Members(damaged), absent=Members(absent))
+        return self._replace(damaged=Members(damaged), absent=Members(absent))
 
     @property
     def complete(self) -> bool:
@@ -140,51 +144,77 @@ def damaged_steps(view: View, attempt: int) -> dict[StepKey, set[int]]:
 def all_step_facts(
     view: View, attempt: int, expected: Members, keys: Iterable[StepKey] | None = None
 ) -> dict[StepKey, StepFacts]:
-    """The facts of each step of `attempt` that any rank knows of, or of those among `keys`.
+    """Return the facts of each step of `attempt` that any rank knows of, or of those among `keys`.
 
-    Of a step without recent blocks it looks at no rank: what is sealed has been looked at.
+    The cost does not depend on the number of ranks, except for steps that have recent blocks.
     """
-    judge = _CompletenessCheck(attempt, expected, progress_of_lost_ranks(view, attempt, expected))
+    check = _CompletenessCheck(attempt, expected, progress_of_lost_ranks(view, attempt, expected))
     known, sealed = view.attempts.get(attempt, {}), view.sealed.get(attempt, NO_CHUNKS)
-    if keys is None:
-        log = view.drop_logs.get(attempt, NO_DROPS).steps
-        asked = view.keys(attempt).union(log, *(rank.drops for rank in known.values()))
-    else:
-        asked = {*keys}
-    # An intersection costs as much as the smaller of the two.
-    recent: set[StepKey] = set().union(*(rank.steps.keys() & asked for rank in known.values()))
+    asked = None if keys is None else {*keys}
+    recent: set[StepKey] = set().union(
+        *(_among(rank.steps.keys(), asked) for rank in known.values())
+    )
     dropped = _dropped(view, attempt, asked)
-    found: dict[StepKey, StepFacts] = {}
-    for key in asked:
+    special = recent | dropped.keys()
+    found = dict(_sealed_facts(sealed, check, asked, special))
+    for key in special:
         row = summarize_step(key[1], view.step(attempt, key)) if key in recent else sealed.row(key)
-        if row is not None or key in dropped:
-            found[key] = judge(key, row, dropped.get(key, {}))
+        found[key] = check(key, row, dropped.get(key, {}))
     for key, ranks in damaged_steps(view, attempt).items():
         if key in found:
-            found[key] = found[key].without(Members(to_intervals(ranks)))
+            found[key] = found[key].with_damage(Members(to_intervals(ranks)))
     return found
+
+
+def _sealed_facts(
+    sealed: ChunkSet, check: _CompletenessCheck, asked: set[StepKey] | None, special: set[StepKey]
+) -> Iterator[tuple[StepKey, StepFacts]]:
+    """Yield the facts of steps that are in chunks alone. The steps of a run differ by number only."""
+    if asked is not None and 4 * len(asked) < sum(chunk.steps for chunk in sealed.chunks):
+        for key in asked - special:
+            row = sealed.row(key)
+            if row is not None:
+                yield key, check(key, row, {})
+        return
+    for chunk in sealed.chunks:
+        mode = chunk.ref.mode
+        for run in chunk.ref.runs:
+            _, attempt, _, *same = check((mode, run.mode_step), run.row(run.mode_step), {})
+            alike = run.planned or run.count == 1
+            for mode_step, step in zip(run.mode_steps(), run.global_steps(), strict=True):
+                key = (mode, mode_step)
+                if key in special or (asked is not None and key not in asked):
+                    continue
+                if alike:
+                    yield key, StepFacts._make((key, attempt, step, *same))
+                else:
+                    yield key, check(key, run.row(mode_step), {})
 
 
 def mark_superseded(
     view: View, attempt: int, expected: Members, found: dict[StepKey, StepFacts]
 ) -> dict[StepKey, StepFacts]:
-    """`found` of `attempt`, for who shows each step as the newest attempt has it."""
+    """Return `found`, damaged if a later attempt may have saved the same steps again."""
     if not may_be_superseded(view, attempt):
         return found
-    return {key: facts.without(expected) for key, facts in found.items()}
+    return {key: facts.with_damage(expected) for key, facts in found.items()}
 
 
-def _dropped(view: View, attempt: int, asked: set[StepKey]) -> dict[StepKey, dict[int, int]]:
-    """Of each step the ranks that dropped some of it, with the number that each gave it."""
+def _among(keys: AbstractSet[StepKey], asked: set[StepKey] | None) -> AbstractSet[StepKey]:
+    return keys if asked is None else keys & asked  # costs as much as the smaller of the two
+
+
+def _dropped(view: View, attempt: int, asked: set[StepKey] | None) -> dict[StepKey, dict[int, int]]:
+    """Return, by step, the ranks that dropped some of it, with the number that each gave it."""
     found: dict[StepKey, dict[int, int]] = {}
     log = view.drop_logs.get(attempt, NO_DROPS).steps
-    for key in log.keys() & asked:
+    for key in _among(log.keys(), asked):
         of_step = found[key] = {}
         for number, ranks in log[key]:
             for rank in Members(ranks):
                 of_step[rank] = min(of_step.get(rank, number), number)
     for rank, known in view.attempts.get(attempt, {}).items():
-        for key in known.drops.keys() & asked:
+        for key in _among(known.drops.keys(), asked):
             number = min(drop.step for _, _, drop in known.drops[key])
             of_step = found.setdefault(key, {})
             of_step[rank] = min(of_step.get(rank, number), number)

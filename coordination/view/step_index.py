@@ -7,7 +7,6 @@ as a trial shows it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 
 from smdist.coordination.view.membership import (
     MissingReason,
@@ -116,7 +115,7 @@ class StepIndex:
 
     def _set(self, key: StepKey, old: StepFacts | None, new: StepFacts) -> None:
         share = self._shared.setdefault
-        new = replace(new, ranks=share(new.ranks, new.ranks), absent=share(new.absent, new.absent))
+        new = new._replace(ranks=share(new.ranks, new.ranks), absent=share(new.absent, new.absent))
         if old is not None and old.step != new.step:
             self._numbers[old.step].discard(key)
             if not self._numbers[old.step]:

@@ -122,7 +122,8 @@ def _rebased(old: View, new: View, attempt: int) -> set[StepKey]:
     touched = {
         (chunk.ref.mode, mode_step)
         for chunk in (*after.without(before), *before.without(after))
-        for mode_step in chunk.rows
+        for run in chunk.ref.runs
+        for mode_step in run.mode_steps()
     }
     logged, log = old.drop_logs.get(attempt, NO_DROPS), new.drop_logs.get(attempt, NO_DROPS)
     for batch in log.without(logged):
@@ -142,8 +143,10 @@ def _assess(catalogue: Catalogue, touched: set[StepKey]) -> dict[StepKey, StepFa
         if catalogue.attempt is None:
             found = mark_superseded(catalogue.view, attempt, expected, found)
         chosen |= found
-    return {
-        key: facts.without(Members(to_intervals(catalogue.damaged(facts))))
-        for key, facts in chosen.items()
-        if catalogue.in_range(facts.step)
-    }
+    for key, facts in chosen.items():
+        damaged = catalogue.damaged(facts)
+        if damaged:
+            chosen[key] = facts.with_damage(Members(to_intervals(damaged)))
+    if catalogue.range_steps == (None, None):
+        return chosen
+    return {key: facts for key, facts in chosen.items() if catalogue.in_range(facts.step)}

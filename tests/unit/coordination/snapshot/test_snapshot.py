@@ -10,8 +10,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from smdist.coordination.columnar import chunks as sealed
-from smdist.coordination.columnar.step_rows import compress_rows, expand_runs, summarize_step
+from smdist.coordination.columnar.chunks import Chunk, ChunkRef, ChunkSet
+from smdist.coordination.columnar.drop_log import TextTable
+from smdist.coordination.columnar.step_rows import (
+    StepRun,
+    compress_rows,
+    expand_runs,
+    summarize_step,
+)
 from smdist.coordination.snapshot import pack as snapshot
+from smdist.coordination.snapshot.head import AttemptRow, SnapshotHead, rank_row
 from smdist.coordination.snapshot.pack import PackedSnapshot, compact_view, load_view, pack
 from smdist.coordination.view.membership import (
     Disagreement,
@@ -19,11 +27,20 @@ from smdist.coordination.view.membership import (
     all_step_facts,
     expected_ranks,
 )
-from smdist.coordination.view.run_view import Fact, StepKey, View, add, merge, view_of_facts
+from smdist.coordination.view.run_view import (
+    Fact,
+    RankView,
+    StepKey,
+    View,
+    add,
+    merge,
+    view_of_facts,
+)
 from smdist.errors import CorruptObject
 from smdist.format.intervals import Members, to_intervals
 from smdist.format.manifest import Dropped, RankManifest, StepEntry, segment_key
 from smdist.identity import ModeKeys
+from smdist.limits import MAX_STEPS
 from smdist.storage import MemoryStore
 from smdist.storage import loop_thread as sync
 from tests.support.view_facts import facts, many_steps
@@ -367,3 +384,24 @@ def test_what_was_compacted_is_put_with_the_next_snapshot(
     packed = packed_of(view, first, 9)
     put(store, packed)
     assert loaded(store, packed).canonical() == view_of_facts([*a, *b, *c]).canonical()
+
+
+def test_a_snapshot_with_more_steps_than_are_read_is_refused() -> None:
+    run = StepRun(0, 1, 0, 1, MAX_STEPS // 2 + 1, ((0, 1),), ())
+    refs = tuple(
+        ChunkRef(
+            f"merged/steps/{i}", 1, 1, (msgspec.structs.replace(run, mode_step=i * MAX_STEPS),)
+        )
+        for i in range(2)
+    )
+    row = rank_row(0, RankView(), TextTable())
+    head = SnapshotHead("r", 1, 1, "w", 0.0, 1.0, True, (AttemptRow(0, (row,), refs),), (), {}, ())
+    with pytest.raises(ValueError, match=f"more than the {MAX_STEPS}"):
+        head.check()
+
+
+def test_runs_of_steps_are_found_by_number_without_their_rows() -> None:
+    runs = (StepRun(0, 5, 0, 10, 3, ((0, 2),), ("a",)), StepRun(20, 0, 7, 0, 1, ((0, 1),), ()))
+    chunk = Chunk(0, ChunkRef("merged/steps/x", 1, 1, runs), None)
+    assert {n: chunk.row(n) for n in range(25) if chunk.row(n) is not None} == chunk.rows
+    assert list(ChunkSet([chunk]).keys()) == [(1, n) for n in chunk.rows]

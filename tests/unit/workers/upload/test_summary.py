@@ -99,7 +99,7 @@ def test_opening_a_finished_run_costs_a_request_per_rank() -> None:
         "list summaries": 1,
         "get summaries": RANKS,
         "get layouts": 1,
-        "get collections": RANKS,  # there is none here: every rank is asked
+        "get collections": 1,
     }
 
 

@@ -79,7 +79,7 @@ def test_swapped_segments_give_no_value_and_their_steps_are_not_complete(
     store = run_of(2)
     swap(store, one, other)
     trial = open_trial(store)
-    with pytest.raises(CorruptObject, match="of something else") as caught:
+    with pytest.raises(CorruptObject, match="belong to other data") as caught:
         trial.tensor("x").value(1, worker=0)
     assert caught.value.key == one
     assert trial.missing(1) == {0: "damaged"}

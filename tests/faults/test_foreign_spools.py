@@ -391,7 +391,7 @@ def test_a_job_whose_folder_in_memory_is_taken_saves_everything(
     said = beside_waiting(started.stderr.splitlines())
     assert len(said) == 1, said
     cause = f"{private_root(memory)} belongs to another user ({OTHER})"
-    for words in (cause, f"wait in {disk} instead", "Have it removed, or set SMDIST_SPOOL_DIR"):
+    for words in (cause, f"is in {disk} instead", "Have it removed, or set SMDIST_SPOOL_DIR"):
         assert words in said[0]
     assert not list(private_root(memory).iterdir())
     audit(tmp_path / "out")

@@ -12,7 +12,7 @@ import smdist.pytorch as smd
 from smdist import create_trial
 from smdist.errors import ConfigurationError
 from smdist.exceptions import TensorUnavailableForStep
-from smdist.workers.hook import overhead_controller as overhead
+from smdist.workers.hook import overhead_budget as overhead
 from smdist.workers.hook.overhead_budget import Budget, Spent
 
 pytestmark = pytest.mark.torch

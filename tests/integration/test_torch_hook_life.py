@@ -139,7 +139,7 @@ def test_a_place_to_buffer_in_that_is_none_is_refused_when_the_hook_is_built(
         given["spool_dir"] = tmp_path / where
     else:
         monkeypatch.setenv(name, str(tmp_path / where))
-    with pytest.raises(ConfigurationError, match=f"{name}=.*give a directory"):
+    with pytest.raises(ConfigurationError, match=f"{name}=.*use a directory"):
         smd.Hook(tmp_path / "run", **given)  # type: ignore[arg-type]
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -186,8 +186,8 @@ def test_relative_places_are_those_of_where_the_hook_was_built(
         ({"world_size": "two"}, "world_size='two' is not a whole number; give one of at least 1"),
         ({"world_size": 0}, "world_size=0 is too small"),
         ({"attempt": "x"}, "attempt='x' is not a whole number"),
-        ({"spool_dir": 3}, "spool_dir=3 is no place"),
-        ({"spool_dir": ""}, "spool_dir='' is no place"),
+        ({"spool_dir": 3}, "spool_dir=3 cannot hold"),
+        ({"spool_dir": ""}, "spool_dir='' cannot hold"),
     ],
 )
 def test_a_process_that_is_nobody_is_refused_when_the_hook_is_built(
@@ -549,7 +549,7 @@ def test_collections_that_save_nothing_are_told_once(
         hook.get_collection("weights").include("fc1_output")
         train(net, 1)
     said = [record.getMessage() for record in caplog.records]
-    assert sum("'layers' is to be saved, but pytorch has no tensors" in text for text in said) == 1
+    assert sum("'layers' will stay empty: pytorch has no tensors" in text for text in said) == 1
     assert sum("'mine' is not in include_collections" in text for text in said) == 1
     assert read(tmp_path / "run").troubles() == {}
 

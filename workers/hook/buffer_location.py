@@ -1,15 +1,15 @@
-"""How large the capture buffer is by default, and where it lives.
+"""Choose the default size of the capture buffer, and where it is kept.
 
     buffer = free memory / 8 / ranks on this machine, between 64 MiB and 4 GiB, in whole MiB
 
-Free memory is what the kernel would give (`MemAvailable`), or less where a control group of this
-process allows less: shared memory counts against a container's limit, so the buffer must fit into
-it. Page cache that can be dropped counts as free. A rank that does not know how many share its
-machine assumes as many as the world has, up to the number of processors.
+Free memory is what the kernel reports (`MemAvailable`), or what a control group of this process allows if
+that is less: shared memory counts against a container's limit. Page cache that can be dropped counts as
+free. A rank that does not know how many ranks share its machine assumes all of the world, up to the number
+of processors.
 
-The buffer lives in `/dev/shm` if all ranks here together fill at most half of what is free there:
-data loaders use it too, and die when it is full. Else it lives on disk, with one message. A place where
-the folder for it is not this user's own is passed over.
+The buffer is in `/dev/shm` if all ranks of the machine together fill at most half of the free space there:
+data loaders use it too, and die when it is full. Otherwise it is on disk, with one message. A place is
+skipped where the folder for it belongs to another user.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ __all__ = [
 MIB = 1 << 20
 SMALLEST_BUFFER_BYTES = 64 * MIB
 LARGEST_BUFFER_BYTES = 4096 * MIB
-_SHARE = 8
-_UNKNOWN_FREE_BYTES = 4096 * MIB  # where no kernel tells
+_SHARE = 8  # of free memory, as a divisor
+_UNKNOWN_FREE_BYTES = 4096 * MIB  # where the kernel does not report it
 _NO_LIMIT = 1 << 60  # version 1 of control groups writes a huge number for "none"
 _MEMORY = Path("/dev/shm")
 
@@ -59,14 +59,14 @@ class MemoryFacts:
 def default_buffer_bytes(
     facts: MemoryFacts, local_world_size: int | None, world_size: int = 1, processors: int = 1
 ) -> int:
-    """The formula at the head of this module."""
+    """Compute the formula at the head of this module."""
     ranks = max(1, local_world_size or min(world_size, processors))
     share = facts.free_bytes // _SHARE // ranks // MIB * MIB
     return min(max(share, SMALLEST_BUFFER_BYTES), LARGEST_BUFFER_BYTES)
 
 
 def read_memory(root: Path = Path("/")) -> MemoryFacts:
-    """What /proc and the control groups say. `root` is where they are mounted."""
+    """Read free memory from /proc and the control groups, which are mounted under `root`."""
     available = _field(root / "proc/meminfo", "MemAvailable:")
     left = [n for n in _left_in_groups(root) if n is not None]
     return MemoryFacts(
@@ -93,10 +93,10 @@ def _left_in_groups(root: Path) -> Iterator[int | None]:
 
 
 def _upward(mount: Path, path: str) -> Iterator[Path]:
-    """A group and those above it, as a limit of any of them holds.
+    """Yield a group and those above it: the limits of all of them apply.
 
-    In a container the path may be the host's, which does not exist here: the mount itself is then
-    the container's group.
+    In a container the path may be the host's and not exist here. The mount itself is then the container's
+    group.
     """
     group = mount / path.lstrip("/")
     while group != mount:
@@ -132,7 +132,7 @@ def _field(path: Path, name: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`root` holds the spool; what finds no room there goes to `overflow`, on disk."""
+    """`root` holds the spool; what does not fit there goes to `overflow`, on disk."""
 
     root: Path
     overflow: Path
@@ -141,7 +141,7 @@ class Placement:
 
 
 def free_bytes(path: Path) -> int | None:
-    """Free space where `path` is or would be made; None where this process may not write."""
+    """Return the free space where `path` is or would be made; None if this process may not write there."""
     existing = next((p for p in (path, *path.parents) if p.exists()), None)
     if existing is None or not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         return None
@@ -149,16 +149,16 @@ def free_bytes(path: Path) -> int | None:
 
 
 def _given(spool_dir: str | None, environ: Mapping[str, str]) -> tuple[str, str]:
-    """What names the place, and the place; empty if nobody gave one."""
+    """Return the name of the setting that gives the place, and the place; empty if none is given."""
     if spool_dir:
         return "spool_dir", spool_dir
     return "SMDIST_SPOOL_DIR", environ.get("SMDIST_SPOOL_DIR", "")
 
 
 def check_spool(spool_dir: str | None, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigurationError if no folder can be made in the place that was given, if one was.
+    """Raise ConfigurationError if no folder can be made in the place that is given, if one is.
 
-    A full file system passes: there may be room by the time it is needed, and if not it is told.
+    A full file system passes: there may be room when it is needed, and otherwise that is reported then.
     """
     name, given = _given(spool_dir, environ)
     if not given:
@@ -169,25 +169,28 @@ def check_spool(spool_dir: str | None, environ: Mapping[str, str] = os.environ) 
         if cause := why_not_private(own):
             raise ValueError(cause)
         for place in (own, root, *root.parents):
-            if _takes_a_folder(place, fleeting=place is own):
+            if _can_make_folder(place, may_reappear=place is own):
                 break
     except (OSError, RuntimeError, ValueError) as error:
         if isinstance(error, OSError) and no_room(error):
             return
         why = getattr(error, "strerror", None) or error
         raise ConfigurationError(
-            f"{name}={given!r} is no place to buffer in: {why}; give a directory that this process "
-            "can make and write to, or leave it out"
+            f"{name}={given!r} cannot hold the buffer: {why}; use a directory that this process can "
+            "make and write to, or omit it"
         ) from error
 
 
-def _takes_a_folder(place: Path, *, fleeting: bool) -> bool:
-    """False if it is not there. A fleeting one may be back already: the last spool takes the folder
-    of all spools along, and the next one makes it anew."""
+def _can_make_folder(place: Path, *, may_reappear: bool) -> bool:
+    """Make a folder in `place` and remove it; False if `place` does not exist.
+
+    The private root may have reappeared meanwhile: it is removed with its last spool, and the next spool
+    makes it again.
+    """
     try:
         Path(tempfile.mkdtemp(prefix=".smdist-", dir=place)).rmdir()
     except FileNotFoundError:
-        if place.is_symlink() or (place.exists() and not fleeting):  # to nowhere; as in /proc
+        if place.is_symlink() or (place.exists() and not may_reappear):  # dangling; or as in /proc
             raise
         return False
     except NotADirectoryError:
@@ -205,9 +208,9 @@ def choose_spool(
     spool_dir: str | None = None,
     why_not_private: Callable[[Path], str] = why_not_private,
 ) -> Placement:
-    """Where a buffer of this size goes: `spool_dir` if it is given, which wins over the environment.
+    """Choose where a buffer of this size goes: `spool_dir` before the environment before the default.
 
-    Never fails: making the folder there may. `why_not_private` says why a private root cannot be used.
+    Never fails, but making the folder there may. `why_not_private` returns why a private root cannot be used.
     """
     needed = buffer_bytes * max(1, local_world_size or 1)
     name, given = _given(spool_dir, environ)
@@ -216,18 +219,18 @@ def choose_spool(
         free = free_bytes(root)
         message = None
         if free is None:
-            message = f"{name}={given} is not a directory this process can write to"
+            message = f"{name}={given} is not a directory that this process can write to"
         elif free < needed:
             message = (
-                f"{name}={given} has {_mib(free)} free, less than the {_mib(needed)} "
-                "that the buffers of the ranks on this machine can take"
+                f"{name}={given} has {_mib(free)} free; the buffers of this machine's ranks may need "
+                f"{_mib(needed)}"
             )
         return Placement(root, root, "given", message)
     disk = _disk(needed, environ, free_bytes, why_not_private)
     if cause := why_not_private(private_root(_MEMORY)):
         message = (
-            f"{cause}; captured tensors wait in {disk} instead, which can be slower. Have it removed, "
-            "or set SMDIST_SPOOL_DIR"
+            f"{cause}. The buffer is in {disk} instead, which may be slower. Have it removed, or set "
+            "SMDIST_SPOOL_DIR."
         )
         return Placement(disk, disk, "disk", message)
     shared = free_bytes(_MEMORY)
@@ -238,9 +241,9 @@ def choose_spool(
         disk,
         disk,
         "disk",
-        f"{_MEMORY} {has}, and the buffers of the ranks on this machine want {_mib(2 * needed)}; "
-        f"captured tensors wait in {disk} instead, which can be slower. Give the machine or "
-        "container more shared memory, make the buffer smaller, or set SMDIST_SPOOL_DIR",
+        f"{_MEMORY} {has}; the buffers of this machine's ranks need {_mib(2 * needed)}. The buffer is in "
+        f"{disk} instead, which may be slower. Raise the shared memory, lower buffer_bytes, or set "
+        "SMDIST_SPOOL_DIR.",
     )
 
 
@@ -252,8 +255,8 @@ def _disk(
 ) -> Path:
     # /var/tmp before /tmp: it outlives a reboot and is rarely in memory itself.
     paths = [Path(name) for name in (environ.get("TMPDIR"), "/var/tmp", "/tmp") if name]
-    ours = [path for path in paths if not why_not_private(private_root(path))]
-    frees = [(free_bytes(path) or 0, path) for path in ours or paths]
+    own = [path for path in paths if not why_not_private(private_root(path))]
+    frees = [(free_bytes(path) or 0, path) for path in own or paths]
     fitting = [path for free, path in frees if free >= needed]
     return fitting[0] if fitting else max(frees, key=lambda pair: pair[0])[1]
 

@@ -29,7 +29,7 @@ from smdist.planning import NEVER, Planner, StepPlan
 from smdist.workers.hook import lifecycle
 from smdist.workers.hook.capture_session import CaptureSession, Sink
 from smdist.workers.hook.error_policy import ErrorPolicy
-from smdist.workers.hook.overhead_controller import OverheadController
+from smdist.workers.hook.overhead_budget import OverheadController
 from smdist.workers.hook.plan_warnings import PlanWarnings
 from smdist.workers.hook.process_settings import ProcessSettings
 from smdist.workers.hook.recorder import Recorder

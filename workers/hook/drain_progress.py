@@ -1,4 +1,4 @@
-"""What the user sees while `close()` waits for the uploader."""
+"""Wait for the uploader in `close()`, and show the user how far it is. On the thread that closes."""
 
 from __future__ import annotations
 
@@ -6,59 +6,93 @@ import logging
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from smdist.messages import readable_bytes
+from smdist.workers.capture.capture import Capture, Usage
+from smdist.workers.upload.process import Supervisor
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from smdist.workers.capture.capture import Usage
-
-__all__ = ["DrainProgress", "left"]
+__all__ = ["DrainProgress", "Drained", "describe_pending", "drain"]
 
 _QUIET_S = 1.0
-_EVERY_S = 10.0
+_LOG_INTERVAL_S = 10.0
+
+
+@dataclass(frozen=True)
+class Drained:
+    is_complete: bool
+    pending: str  # what is captured and not stored
+    last_error: str  # what held the uploader up at last
+
+
+class _UploaderGoneError(Exception):
+    pass
+
+
+def drain(
+    capture: Capture[Any],
+    supervisor: Supervisor | None,
+    timeout_s: float,
+    worker: str,
+    log: logging.Logger,
+) -> Drained:
+    """Wait until everything is stored, for `timeout_s` seconds and while there is an uploader."""
+    with closing(DrainProgress(worker, log)) as progress:
+
+        def watch(usage: Usage, last_error: str) -> None:
+            if supervisor is not None and not supervisor.running:
+                raise _UploaderGoneError
+            progress(usage, last_error)
+
+        try:
+            complete = capture.drain(timeout_s, watch)
+        except _UploaderGoneError:  # it may have finished in this moment
+            complete = capture.usage().pending_records == 0
+        return Drained(complete, describe_pending(capture.usage()), progress.last_error)
 
 
 class DrainProgress:
-    """Quiet for the first second; then a bar on a terminal, else a line in the log now and then."""
+    """Quiet for the first second; then a bar on a terminal, otherwise a log line every 10 seconds."""
 
     def __init__(
         self, worker: str, log: logging.Logger, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._worker, self._log, self._clock = worker, log, clock
-        self._began = self._told = clock()
+        self._began = self._logged_at = clock()
         self._stored_before: int | None = None
         self._stack = ExitStack()
         self._bar: tuple[Progress, TaskID] | None = None
-        self.trouble = ""  # what holds the uploader up, as of the last call
+        self.last_error = ""  # what holds the uploader up, as of the last call
 
     def close(self) -> None:
         self._stack.close()
 
-    def __call__(self, usage: Usage, trouble: str) -> None:
+    def __call__(self, usage: Usage, last_error: str) -> None:
         now = self._clock()
-        self.trouble = trouble
+        self.last_error = last_error
         if self._stored_before is None:
             self._stored_before = usage.stored_bytes
         if now - self._began < _QUIET_S:
             return
         if sys.stderr is not None and sys.stderr.isatty():
             self._draw(usage)
-        elif now - self._told >= _EVERY_S:
-            self._told = now
+        elif now - self._logged_at >= _LOG_INTERVAL_S:
+            self._logged_at = now
             waited_s = now - self._began
-            speed = pace(usage, usage.stored_bytes - self._stored_before, waited_s)
-            why = f" ({trouble})" if trouble else ""
+            speed = describe_rate(usage, usage.stored_bytes - self._stored_before, waited_s)
+            cause = f" ({last_error})" if last_error else ""
             self._log.warning(
                 "%s: waiting for the uploader: %s left, %s, %.0f s so far%s",
                 self._worker,
-                left(usage),
+                describe_pending(usage),
                 speed,
                 waited_s,
-                why,
+                cause,
             )
 
     def _draw(self, usage: Usage) -> None:
@@ -89,8 +123,9 @@ class DrainProgress:
         progress.update(task, completed=usage.stored_bytes, total=usage.captured_bytes, steps=steps)
 
 
-def left(usage: Usage) -> str:
-    """What is captured and not stored. The uploader counts on while we ask: never below zero."""
+def describe_pending(usage: Usage) -> str:
+    """Return what is captured and not stored, as text."""
+    # Never below zero: the uploader goes on counting meanwhile.
     nbytes = max(usage.captured_bytes - usage.stored_bytes, 0)
     steps = max(usage.captured_steps - usage.stored_steps, 0)
     return (
@@ -99,10 +134,10 @@ def left(usage: Usage) -> str:
     )
 
 
-def pace(usage: Usage, stored_bytes: int, seconds: float) -> str:
-    """How fast it goes, and how long it will take at that."""
+def describe_rate(usage: Usage, stored_bytes: int, seconds: float) -> str:
+    """Return the rate of storing, and the time that the rest will take, as text."""
     rate = stored_bytes / seconds if seconds > 0 else 0.0
     if rate <= 0:
-        return "nothing stored meanwhile"
+        return "nothing stored so far"
     remaining_s = max(usage.captured_bytes - usage.stored_bytes, 0) / rate
     return f"{readable_bytes(rate)}/s, {remaining_s:.0f} s to go"

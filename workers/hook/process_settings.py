@@ -1,4 +1,4 @@
-"""What of a hook's settings no configuration service can know: who the process is, where it buffers."""
+"""The settings of a hook that only the process knows: its rank, its attempt, where it buffers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ProcessSettings(msgspec.Struct, frozen=True):
         attempt: object = None,
         spool_dir: object = None,
     ) -> ProcessSettings:
-        """From the arguments of a hook's constructor, checked; None: not given."""
+        """Check the arguments of a hook's constructor; None means not given."""
         return cls(
             None if rank is None else read_integer("rank", rank),
             None if world_size is None else read_integer("world_size", world_size, minimum=1),
@@ -39,10 +39,10 @@ def _folder(key: str, value: object) -> str:
     try:
         text = os.fspath(value)  # type: ignore[call-overload]
         if not isinstance(text, str) or not text.strip() or "\0" in text:
-            raise TypeError("it is not a path")
+            raise TypeError("not a path")
         return absolute_path(text)
     except (TypeError, OSError, RuntimeError) as error:
         raise ConfigurationError(
-            f"{key}={value!r} is no place to buffer in ({error}); give a directory that this "
-            "process can write to"
+            f"{key}={value!r} cannot hold the buffer ({error}); use a directory that this process can "
+            "write to"
         ) from error

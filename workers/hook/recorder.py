@@ -1,17 +1,16 @@
-"""Between a framework's hooks and the capture: the step that is being recorded.
+"""Pass the tensors of the step that is being recorded from an adapter to the capture.
 
 On the training thread, for every step on which something is due:
 
-    begin(ref, plan)        the step before is closed
-    expect(tokens)          what will come if nothing goes wrong
-    offer / put             tensors, as the framework shows them; `arrived(token)` with each
-    close / finish          everything came, or the next step begins
+    begin(ref, plan)        begin the step
+    expect(tokens)          name what will arrive if nothing goes wrong
+    offer / put             record tensors; `arrived(token)` with each
+    close / finish          end the step: everything arrived, or the next step begins
 
-`save` is for values a script hands over itself: they go to the step they are said to belong to,
-due or not.
+`save` is for values of the script: they go to the step they are said to belong to, due or not.
 
-`incomplete_reason` says why the step would not be whole if nothing more came of it, as an exception ended what brings
-its tensors. It is set before something begins that brings some, and empty again once that has ended.
+`incomplete_reason` says why the step would be incomplete if nothing more arrived, as an exception ended
+what brings its tensors. It is set before something begins that brings tensors, and emptied at its end.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ __all__ = ["Describe", "Recorder"]
 
 T = TypeVar("T")
 
-# Shapes, or sets of tensors, that change from step to step must not fill the memory.
-_MOST_PARTS, _MOST_GROUPS = 8192, 64
-_CALL_S = 15e-6  # on the way from the framework to `put`, with cold caches
+# Bounds for shapes or sets of tensors that change from step to step.
+_MAX_PARTS, _MAX_GROUPS = 8192, 64
+_CALL_S = 15e-6  # of the way from the framework to `put`, with cold caches
 _BEGINNING = "an exception interrupted the beginning of its capture"
 
 TensorMeta = tuple[str, tuple[int, ...], int]  # element type, shape, bytes
@@ -45,9 +44,9 @@ class Recorder(Generic[T]):
         self.incomplete_reason = ""
         self._describe = describe
         self.metered = False  # whether `spent_s` counts
-        self.spent_s = 0.0  # what captures took from training
+        self.spent_s = 0.0  # seconds that captures took from training
         self._sink: Sink[T] | None = None
-        self._at: StepRef | None = None  # where the sink's values go
+        self._at: StepRef | None = None  # the step that the sink is at
         self.missing: set[Hashable] = set()  # tokens of what is expected and has not arrived
         self._parts: dict[tuple[str, str, tuple[int, ...], TensorPlan], PartPlan] = {}
         self._chosen: dict[
@@ -60,14 +59,14 @@ class Recorder(Generic[T]):
         return self.plan is not None
 
     def begin(self, sink: Sink[T], ref: StepRef, plan: StepPlan) -> None:
-        """The caller empties `incomplete_reason` once all is captured that the step begins with."""
+        """Begin a step; the caller sets `incomplete_reason` once what it starts with is captured."""
         self._sink, self.missing = sink, set()
         self.ref, self.plan, self.incomplete_reason = ref, plan, _BEGINNING
         if self._at != ref:
             self._move(sink, ref)
 
     def hold_incomplete(self, incomplete_reason: str) -> str:
-        """Something begins that brings tensors; `incomplete_reason` is to be set to the result when it has ended."""
+        """Set `incomplete_reason` while something brings tensors; return what to set it to afterwards."""
         before = self.incomplete_reason
         self.incomplete_reason = before or incomplete_reason
         return before
@@ -76,20 +75,20 @@ class Recorder(Generic[T]):
         self.missing.update(tokens)
 
     def arrived(self, token: Hashable) -> bool:
-        """True: that was the last one missing."""
+        """Note that `token` has arrived; True if it was the last one missing."""
         if token not in self.missing:
             return False
         self.missing.remove(token)
         return not self.missing
 
     def close(self) -> None:
-        """Everything that was expected is there. More may come, and is recorded too."""
+        """Close the step, as everything expected has arrived. Tensors that follow are still recorded."""
         self._report_if_incomplete()
         if self._sink is not None and self._at == self.ref:
             self._sink.close_step()
 
     def finish(self) -> None:
-        """The step is over."""
+        """End the step; nothing more of it is recorded."""
         self._report_if_incomplete()
         if self._sink is not None:
             self._sink.close_step()
@@ -101,7 +100,7 @@ class Recorder(Generic[T]):
         self.incomplete_reason = ""
 
     def abandon(self) -> None:
-        """Forget the step without a word to the sink."""
+        """Forget the step without closing it."""
         self.plan = self.ref = self._sink = self._at = None
         self.incomplete_reason = ""
 
@@ -137,7 +136,7 @@ class Recorder(Generic[T]):
         key = (name, code, shape, plan)
         part = self._parts.get(key)
         if part is None:
-            if len(self._parts) >= _MOST_PARTS:
+            if len(self._parts) >= _MAX_PARTS:
                 self._parts.clear()
             part = self._parts[key] = plan_part([CaptureRequest(name, code, shape, nbytes, plan)])
         return part
@@ -145,14 +144,14 @@ class Recorder(Generic[T]):
     def offer_many(
         self, names: tuple[str, ...], tensors: Sequence[T]
     ) -> tuple[PartPlan, Sequence[T]] | None:
-        """Record those of many tensors that the plan wants, in one part; what was put, if any."""
+        """Record those of many tensors that the plan wants, in one part; return what was put, if any."""
         plan = self.plan
         if plan is None:
             return None
         chosen = self._chosen.get((plan, names))
         if chosen is None:
             found = [(i, w) for i, name in enumerate(names) if (w := plan.wants(name)) is not None]
-            if len(self._chosen) >= _MOST_GROUPS:
+            if len(self._chosen) >= _MAX_GROUPS:
                 self._chosen.clear()
             chosen = self._chosen[plan, names] = tuple(found)
         if not chosen:
@@ -162,7 +161,7 @@ class Recorder(Generic[T]):
         key = (plan, names, described)
         part = self._groups.get(key)
         if part is None:
-            if len(self._groups) >= _MOST_GROUPS:
+            if len(self._groups) >= _MAX_GROUPS:
                 self._groups.clear()
             part = self._groups[key] = plan_part(
                 [
@@ -174,14 +173,14 @@ class Recorder(Generic[T]):
         return part, picked
 
     def forget(self) -> None:
-        """The configuration changed: plans of before will not come again."""
+        """Forget what was derived from plans of the configuration before."""
         self._chosen.clear()
         self._groups.clear()
         self._parts.clear()
 
     def _move(self, sink: Sink[T], ref: StepRef) -> bool:
-        """To the sink's step `ref`, where values of another one were saved in between."""
-        self._at = None  # until it is sure
+        """Switch the sink to step `ref`, after values of another step were saved."""
+        self._at = None  # in case `begin` raises
         if sink.begin(ref, planned=ref == self.ref):
             self._at = ref
         return self._at is not None

@@ -1,4 +1,4 @@
-"""Counting steps: one global counter and one per mode. Pure.
+"""Count steps: one global counter and one per mode. Pure.
 
 What begins a step, by `step_on`:
 
@@ -7,13 +7,11 @@ What begins a step, by `step_on`:
                 optimizer runs, every forward
     manual      the first forward, or the first value saved, after `hook.step()`
 
-Where a step spans several forwards (optimizer, manual), those of roots that do not count and of losses
-begin one too, if none has begun.
+Where a step spans several forwards (optimizer, manual), those of losses and of roots that do not count
+begin one too, if none has begun. In mode GLOBAL the mode's counter is the global one.
 
-In mode GLOBAL the mode's counter is the global one.
-
-A signal handler may raise at any moment. Whatever is counted is computed first and then assigned in
-statements that hold no call and no loop, awaiting_next_step which no handler runs: a step is counted or it is not.
+A signal handler may raise at any moment. So new counts are computed first, and then assigned in
+statements without calls and loops, between which no handler runs: a step is counted or it is not.
 """
 
 from __future__ import annotations
@@ -34,12 +32,12 @@ NEXT_STEP = -1
 class StepClock:
     """`step` and `mode_step` number the last step that began, -1 before the first.
 
-    `due` is the step of the current mode from which on somebody wants to be told; `NEXT_STEP` is the
-    next one. A change of mode sets it to `NEXT_STEP`.
+    `due` is the first step of the current mode that is reported; `NEXT_STEP` stands for the next one. A
+    change of mode sets it to `NEXT_STEP`.
 
-    Forwards before it are a countdown: whoever sees one may take 1 from `idle_forwards_left` as long as it is
-    positive, instead of calling `forward()`. That is all that a step costs on which nothing is due;
-    the numbers follow from how much was taken.
+    `idle_forwards_left` counts down the forwards before it. While it is positive, a forward may subtract 1
+    from it instead of calling `forward()`. That is all that an idle step costs; the step numbers follow
+    from what was subtracted.
     """
 
     __slots__ = (
@@ -63,10 +61,10 @@ class StepClock:
         self.idle_forwards_left = self._idle_budget = 0
         self._in_step = False
         self._due = NEXT_STEP
-        # Steps that began and were to be told of, the last one last: who is told clears it at the end.
+        # Steps that were reported, the last one last. The hook clears it when it has handled them.
         self.unreported: tuple[StepRef, ...] = ()
         self._latest = -1  # global number of the current mode's last step
-        self._others: dict[ModeKeys, tuple[int, int]] = {}  # the same of modes not current
+        self._others: dict[ModeKeys, tuple[int, int]] = {}  # mode_step and latest of other modes
         self._spans_forwards = False
         self._step_on: StepOn = "forward"
         self.step_on = step_on
@@ -74,26 +72,26 @@ class StepClock:
     # -- every step ---------------------------------------------------------------------------
 
     def forward(self) -> bool:
-        """A counting root runs. True: a step began, and it is one to be told of."""
+        """Count a forward of a counting root; True if a step began that is reported."""
         if self._spans_forwards and self._in_step:
             return False
         return self.begin()
 
     def begin(self, *, report: bool = True) -> bool:
-        """Begin a step. With `report=False` it is not among `unreported`."""
+        """Begin a step; True if it is reported. With `report=False` it is not among `unreported`."""
         self._count(self._idle_budget - self.idle_forwards_left + 1, report=report)
         return self._mode_step >= self._due
 
     def end(self) -> None:
-        """The optimizer has updated, or the caller said so: the step is over."""
+        """End the step: the optimizer has updated, or the script says so."""
         self._apply_idle_forwards()
         self._in_step = False
 
     def _count(self, steps: int, *, report: bool = False) -> None:
-        """Count `steps`, and grant the forwards that may pass from here on."""
+        """Count `steps`, and compute how many idle forwards may follow."""
         step, mode_step = self._step + steps, self._mode_step + steps
         if self.mode is ModeKeys.GLOBAL:
-            # Until a step is counted it has the number of its own last one.
+            # Until a step is counted, the mode keeps the number of its own last one.
             mode_step = step if steps else self._mode_step
         idle = self._idle_forwards_after(
             step if self.mode is ModeKeys.GLOBAL else mode_step, self._due
@@ -107,11 +105,10 @@ class StepClock:
         self.idle_forwards_left = self._idle_budget = idle
 
     def _idle_forwards_after(self, last: int, due: int) -> int:
-        """Forwards can pass by being counted only where each of them is a step."""
+        """Return the idle forwards after step `last`; 0 where a forward is not always a step."""
         return 0 if self._spans_forwards else max(0, due - last - 1)
 
     def _apply_idle_forwards(self) -> None:
-        """Count what has passed quietly."""
         self._count(self._idle_budget - self.idle_forwards_left)
 
     # -- questions ----------------------------------------------------------------------------
@@ -133,18 +130,18 @@ class StepClock:
 
     @property
     def awaiting_next_step(self) -> bool:
-        """Was a step ended, and has none begun since? Whatever runs next begins one."""
+        """Check whether a step has ended and none has begun since: any module may begin the next."""
         return self._spans_forwards and not self._in_step
 
     @property
     def has_step(self) -> bool:
-        """Did the current mode have a step yet?"""
+        """Check whether the current mode has had a step."""
         self._apply_idle_forwards()
         return self._latest >= 0
 
     @property
     def ref(self) -> StepRef:
-        """The current mode's last step, or the one that would be its first."""
+        """Return the current mode's last step, or the one that would be its first."""
         if self.has_step:
             return StepRef(self.mode, self._mode_step, self._latest)
         coming = self._step + 1
@@ -210,18 +207,18 @@ class StepClock:
     # -- across processes ---------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Plain data, to be kept in a checkpoint."""
+        """Return the counters as plain data, to be kept in a checkpoint."""
         self._apply_idle_forwards()
         last = {**self._others, self.mode: (self._mode_step, self._latest)}
         return {"step": self._step, "modes": {m.name: list(pair) for m, pair in last.items()}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state()` was taken: the next step has the next number."""
+        """Continue where `state()` was taken: the next step has the next number."""
         try:
             step = int(state["step"])
             last = {ModeKeys[m]: (int(a), int(b)) for m, (a, b) in state["modes"].items()}
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigurationError(
-                f"not the state of a hook: {error!r}; pass what hook.state_dict() returned"
+                f"not the state of a hook ({error!r}); pass what hook.state_dict() returned"
             ) from error
         self._enter(self.mode, step, last)

@@ -1,13 +1,12 @@
-"""Values that a script hands over itself: stored at the current step, whatever the interval.
+"""Save values that a script passes itself: at the current step, whatever the interval.
 
-The current step is the last one that began in the current mode. A value that comes before the
-mode's first step belongs to that step, or before any step to the first one of all, whatever its
-mode. It is kept here until that step begins, as only then is its number known: until then it does
-not survive the death of the process.
+The current step is the last one that began in the current mode. A value before the mode's first step
+belongs to that step. A value before any step belongs to the first one, whatever its mode. It is held here
+until that step begins and its number is known. Until then it does not survive the death of the process.
 
-Steps of a mode may never begin: nobody sees the evaluation of a loop with a tape. A value that comes
-again while the one before still waits shows that. From then on values begin the steps of that mode
-themselves: one that comes again does, and one that comes after a step of another mode.
+Steps of a mode may never begin: the evaluation of a loop with a tape is not seen. A second value of the
+same name while the first one is held shows that. From then on values begin the steps of that mode: a
+repeated name does, and a value after a step of another mode.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TensorAdapter(Generic[T]):
-    """How a framework's tensors are read."""
+    """How the tensors of a framework are read."""
 
     access: TensorAccess[T]
     describe: Callable[[T], TensorMeta]
-    value: Callable[[object], T]  # of what a script hands over; raises what it cannot take
+    value: Callable[[object], T]  # converts a value of the script, or raises
     copy: Callable[[T], T]
 
 
@@ -44,13 +43,13 @@ class _Held(Generic[T]):
     name: str
     value: T
     plan: TensorPlan
-    after: int = -1  # the last step there was
+    after: int = -1  # the last step when it was saved
 
 
 class _Last(NamedTuple):
-    """The last step that values began themselves."""
+    """The last step that was begun by values."""
 
-    after: int  # the last step there was when they came
+    after: int  # the last step before they were saved
     names: frozenset[str]
 
 
@@ -62,25 +61,31 @@ class UserValues(Generic[T]):
         planner: Planner,
         recorder: Recorder[T],
         sink: Callable[[], Sink[T] | None],
-        trouble: Callable[[str], None],
+        warn: Callable[[str], None],
     ) -> None:
         self._reading, self._clock, self._planner = reading, clock, planner
-        self._recorder, self._sink, self._trouble = recorder, sink, trouble
-        self._written: tuple[StepRef | None, set[str]] = (None, set())  # of the last step
-        self._held: dict[ModeKeys | None, list[_Held[T]]] = {}  # None: for the first step of all
-        self._paced: dict[ModeKeys, _Last] = {}  # modes in which values begin the steps
+        self._recorder, self._sink, self._warn = recorder, sink, warn
+        self._written: tuple[StepRef | None, set[str]] = (
+            None,
+            set(),
+        )  # names saved in the last step
+        self._held: dict[
+            ModeKeys | None, list[_Held[T]]
+        ] = {}  # None: for the first step of any mode
+        self._paced: dict[ModeKeys, _Last] = {}  # modes whose steps are begun by values
 
     @property
     def any_held(self) -> bool:
         return bool(self._held)
 
     def save(self, name: str, given: object, collections: Iterable[str], scalar: bool) -> None:
-        name = self._written_as(name)
-        collections = [self._written_as(collection) for collection in collections]
+        """Save `given` at the current step, or hold it until its step begins."""
+        name = self._encodable(name)
+        collections = [self._encodable(collection) for collection in collections]
         value = self._reading.value(given)
         shape = self._reading.describe(value)[1]
         if scalar and shape not in ((), (1,)):
-            raise ValueError(f"{name} is to be one number, not a tensor of shape {list(shape)}")
+            raise ValueError(f"{name} must be one number, not a tensor of shape {list(shape)}")
         plan = self._planner.explicit(name, collections)
         self._pace(name)
         if self._clock.has_step:
@@ -92,7 +97,7 @@ class UserValues(Generic[T]):
         self._clock.due = NEXT_STEP  # the next step has to close this one
 
     def _pace(self, name: str) -> None:
-        """Begin a step, where nobody else does and a value called `name` needs one."""
+        """Begin a step for the value `name` if nothing else begins the steps of this mode."""
         clock = self._clock
         mode, now = clock.mode, clock.step
         last = self._paced.get(mode)
@@ -100,7 +105,7 @@ class UserValues(Generic[T]):
             if all(held.name != name for held in self._held.get(mode, ())):
                 return
             last = _Last(-1, frozenset())
-            for held in self._one_by_one(mode):  # in vain
+            for held in self._take_held(mode):  # their step never began
                 last = self._step_for(held.name, held.after, last)
                 self._write(held)
         self._paced[mode] = self._step_for(name, now, last)._replace(after=clock.step)
@@ -111,24 +116,24 @@ class UserValues(Generic[T]):
         self._clock.begin(report=False)
         return _Last(after, frozenset({name}))
 
-    def _written_as(self, name: str) -> str:
+    def _encodable(self, name: str) -> str:
         written = encodable(name)
         if written != name:
-            self._trouble(
-                f"the name {written} holds half of a surrogate pair, which cannot be written: it is "
-                "saved with that escape; decode names from bytes with errors='replace'"
+            self._warn(
+                f"The name {written} contains an unpaired surrogate and is saved with that escape. Decode "
+                "names from bytes with errors='replace'."
             )
         return written
 
     def release(self) -> None:
-        """The current mode has a step: what waited for one goes there."""
+        """Save what was held for the current mode's step, which has begun."""
         self._paced.pop(self._clock.mode, None)
         for mode in (None, self._clock.mode):
-            for held in self._one_by_one(mode):
+            for held in self._take_held(mode):
                 self._write(held)
 
-    def _one_by_one(self, mode: ModeKeys | None) -> Iterator[_Held[T]]:
-        """What waits for a step of `mode`; each is forgotten once it is written, so none is lost."""
+    def _take_held(self, mode: ModeKeys | None) -> Iterator[_Held[T]]:
+        """Yield what is held for `mode`; each is dropped after it was written, so an exception loses none."""
         held = self._held.get(mode, [])
         while held:
             yield held[0]
@@ -136,7 +141,7 @@ class UserValues(Generic[T]):
         self._held.pop(mode, None)
 
     def release_all(self) -> None:
-        """No more steps will come: each mode's first one would have been the next."""
+        """Save everything held at the end: the first step of each mode would have been the next."""
         for mode in tuple(self._held):
             self._clock.set_mode(self._clock.mode if mode is None else mode)
             self.release()
@@ -153,9 +158,9 @@ class UserValues(Generic[T]):
         if self._written[0] != ref:
             self._written = (ref, set())
         if held.name in self._written[1]:
-            self._trouble(
-                f"{held.name} was saved more than once in a step, and the trial shows the last "
-                "value; a step begins with its forward: save behind that, or end steps with hook.step()"
+            self._warn(
+                f"{held.name} was saved more than once in a step; the trial shows the last value. Call "
+                "save_*() after the forward pass, or end steps with hook.step()."
             )
         self._recorder.save(sink, ref, held.name, held.value, held.plan)
         self._written[1].add(held.name)

@@ -160,7 +160,7 @@ def test_relative_path_in_a_removed_directory_is_an_error(
     why = "relative to a directory that was removed"
     with pytest.raises(ConfigurationError, match=f"out_dir='run': it is {why}; give an absolute"):
         HookConfig.from_arguments(PYTORCH, out_dir="run")
-    with pytest.raises(ConfigurationError, match=rf"spool_dir='spools' .*{why}\); give a dir"):
+    with pytest.raises(ConfigurationError, match=rf"spool_dir='spools' .*{why}\); use a dir"):
         ProcessSettings.read(spool_dir="spools")
     assert HookConfig.from_arguments(PYTORCH, out_dir=tmp_path).out_dir == str(tmp_path)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smdist.workers.hook.overhead_budget import MOST_STRIDE, Budget, Spent
+from smdist.workers.hook.overhead_budget import MAX_STRIDE, Budget, Spent
 
 
 @dataclass
@@ -93,7 +93,7 @@ def test_raw_becomes_statistics_when_a_stride_does_not_do() -> None:
     job = Job(1.0, raw_s=5.0, reduced_s=0.05)
     kept = job.run(budget, 5000)
     assert budget.reduced
-    assert budget.stride < MOST_STRIDE
+    assert budget.stride < MAX_STRIDE
     late = [step for step in kept if step >= 4000]
     assert 100 <= len(late) <= 250  # 0.05 s of 0.0075 s a step: one in 8
 
@@ -102,7 +102,7 @@ def test_statistics_that_are_too_dear_are_thinned_further() -> None:
     budget = Budget(0.01, 1)
     job = Job(1.0, raw_s=5.0, reduced_s=3.0)
     job.run(budget, 50_000)
-    assert budget.stride > MOST_STRIDE
+    assert budget.stride > MAX_STRIDE
     assert job.overhead(50_000) <= 0.011
 
 

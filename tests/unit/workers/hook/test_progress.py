@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from smdist.workers.capture.capture import Usage
-from smdist.workers.hook.drain_progress import DrainProgress, left
+from smdist.workers.hook.drain_progress import DrainProgress, describe_pending
 
 
 def usage(stored_bytes: int, stored_steps: int) -> Usage:
@@ -27,8 +27,8 @@ def usage(stored_bytes: int, stored_steps: int) -> Usage:
 
 
 def test_what_is_left_is_bytes_steps_and_records() -> None:
-    assert left(usage(1 << 20, 2)) == "3.0 MiB of 4.0 MiB, 6 of 8 steps (5 records)"
-    assert left(usage(5 << 20, 8)) == "0 B of 4.0 MiB, 0 of 8 steps (5 records)"
+    assert describe_pending(usage(1 << 20, 2)) == "3.0 MiB of 4.0 MiB, 6 of 8 steps (5 records)"
+    assert describe_pending(usage(5 << 20, 8)) == "0 B of 4.0 MiB, 0 of 8 steps (5 records)"
 
 
 def test_a_line_tells_rate_and_time_to_go(caplog: pytest.LogCaptureFixture) -> None:
@@ -43,7 +43,7 @@ def test_a_line_tells_rate_and_time_to_go(caplog: pytest.LogCaptureFixture) -> N
         "worker_3: waiting for the uploader: 3.0 MiB of 4.0 MiB, 6 of 8 steps (5 records) left, "
         "102.4 KiB/s, 30 s to go, 10 s so far (the store is slow)"
     )
-    assert drain.trouble == "the store is slow"
+    assert drain.last_error == "the store is slow"
     clock = 12.0
     drain(usage(2 << 20, 4), "")
     assert len(caplog.records) == 1, "a line every ten seconds"
@@ -56,4 +56,4 @@ def test_a_store_that_takes_nothing_is_told_so(caplog: pytest.LogCaptureFixture)
     drain(usage(0, 0), "")
     clock = 11.0
     drain(usage(0, 0), "")
-    assert "nothing stored meanwhile" in caplog.text
+    assert "nothing stored so far" in caplog.text

@@ -18,9 +18,9 @@ def test_tensors_that_are_others_at_every_step_do_not_fill_the_memory() -> None:
     recording: Recorder[int] = Recorder(lambda value: ("F32", (value,), 4 * value))
     sink: DrySink[int] = DrySink()
     recording.begin(sink, StepRef(ModeKeys.TRAIN, 0, 0), plan)
-    many = 3 * recorder._MOST_GROUPS
+    many = 3 * recorder._MAX_GROUPS
     for step in range(many):
         recording.offer_many((f"expert{step}", f"other{step}"), (1, 2))
     assert sink.tensors == many
     kept = (recording._chosen, recording._groups, recording._parts)
-    assert all(len(entries) <= recorder._MOST_GROUPS for entries in kept)
+    assert all(len(entries) <= recorder._MAX_GROUPS for entries in kept)

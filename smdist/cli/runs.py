@@ -68,7 +68,11 @@ def _result_lines(result: MergeResult) -> list[str]:
     steps = f"{complete} of {run.steps} steps complete"
     lines = [f"{run.url}: {steps}, {count_of(ranks, 'rank')}{attempts}"]
     if result.written:
-        how = "final: every rank has ended" if run.final else "as of now: the run is not finished"
+        how = "as of now: ranks may write more"
+        if run.final:
+            how = "final: every rank has ended"
+        elif missing is not None and missing.keys:
+            how = "not final: objects are missing"
         lines.append(f"wrote snapshot {run.number} ({how})")
     else:
         lines.append(f"snapshot {run.number} is up to date; nothing was written")

@@ -36,9 +36,13 @@
         ├── WaitTimeout (TimeoutError)       a wait reached its deadline
         └── RuleEvaluationConditionMet       a rule fired
 
-Errors carry their facts as attributes and survive pickling. Exceptions that never reach a caller
-live beside the code that raises and handles them: `workers/upload` (retries, foreign objects, run
-checks), `workers/spool/journal.py`, `workers/capture/journal_room.py` and `storage/s3/errors.py`.
+Errors carry their facts as attributes and survive pickling.
+
+Internal exceptions never reach a caller and live beside the code that handles them:
+RetryDeadlineExceeded, ForeignObject (workers/upload/retry.py), RankRejected, RunNotAtThisLocation
+(workers/upload/run_guard.py), LateManifestFound (workers/upload/commit.py), JournalFileFull
+(workers/spool/journal.py), BufferLimitReached (workers/capture/journal_room.py), NoReceipt and
+RequestFailed (storage/s3/errors.py).
 """
 
 from __future__ import annotations

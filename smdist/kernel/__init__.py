@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from smdist.kernel.numpy_kernel import COLUMNS, DTYPES, NumpyKernel, merge, values
+from smdist.kernel.numpy_kernel import COLUMNS, DTYPES, ELEMENT_NAMES, NumpyKernel, merge, values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = [
     "COLUMNS",
     "DTYPES",
+    "ELEMENT_NAMES",
     "NumpyKernel",
     "address_of",
     "compiled",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
-__all__ = ["COLUMNS", "DTYPES", "NumpyKernel", "merge", "values"]
+__all__ = ["COLUMNS", "DTYPES", "ELEMENT_NAMES", "NumpyKernel", "merge", "values"]
 
 COLUMNS: Final = (
     "count",
@@ -64,7 +64,13 @@ _ELEMENT: Final = {
     "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F8_E8M0": "float8_e8m0fnu",
+    "BOOL": "bool",
 }
+
+ELEMENT_NAMES: Final = {
+    code: _ELEMENT.get(code) or np.dtype(stored).name for code, stored in _STORED.items()
+}
+"""Code -> the name of the element type in numpy or ml_dtypes."""
 
 DTYPES: Final = frozenset(_STORED)
 """Codes of the element types that have statistics: all but the complex ones."""

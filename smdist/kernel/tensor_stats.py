@@ -26,7 +26,7 @@ import numpy as np
 
 from smdist import kernel
 from smdist.errors import UnknownKey
-from smdist.kernel import COLUMNS, DTYPES
+from smdist.kernel import COLUMNS, DTYPES, ELEMENT_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -115,26 +115,7 @@ def derivable(name: str, columns: Sequence[str]) -> bool:
 
 # -- measuring -------------------------------------------------------------------------------
 
-_CODES: Final = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float8_e8m0fnu": "F8_E8M0",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
+_CODES: Final = {name: code for code, name in ELEMENT_NAMES.items()}
 
 
 def measure(array: Array, columns: Sequence[str] = COLUMNS) -> Array:

@@ -32,6 +32,7 @@ from smdist.errors import (
     StoreForbidden,
     StoreFull,
 )
+from smdist.processes import is_alive
 from smdist.storage.direct_io import DirectWriter, drop_front
 from smdist.storage.rooted_files import RootedFiles
 from smdist.storage.store import Buffer, check_key, check_range, check_size
@@ -42,6 +43,7 @@ T = TypeVar("T")
 
 _TEMPORARY = ".tmp"
 _STALE_S = 24 * 3600.0
+_CHECK, _STALE_CHECK_S = "check-", 10.0  # a check takes milliseconds
 _IOV_MAX = 1024
 _PROBE = bytes(64 << 10)
 _FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -119,12 +121,13 @@ class LocalStore:
             detail = "it is a file; choose a directory, or a path that does not exist yet"
             raise StoreForbidden(self._root, "", "write", detail)
         try:
-            descriptor, temporary = self._temporary()
+            descriptor, temporary = self._temporary(f"{_CHECK}{os.getpid()}-")
             try:
                 self._write(descriptor, [_PROBE], stop)
             finally:
                 os.close(descriptor)
-                os.unlink(temporary)
+                with contextlib.suppress(FileNotFoundError):  # see `_is_stale`
+                    os.unlink(temporary)
                 with contextlib.suppress(OSError):  # another writer uses it
                     os.rmdir(self._temporaries)
         except OSError as error:
@@ -179,11 +182,11 @@ class LocalStore:
             check()
             drop_front(views, os.writev(descriptor, views[:_IOV_MAX]))
 
-    def _temporary(self) -> tuple[int, str]:
+    def _temporary(self, prefix: str = "") -> tuple[int, str]:
         if not self._swept:
             self._swept = True
             self._sweep()
-        name = uuid.uuid4().hex
+        name = f"{prefix}{uuid.uuid4().hex}"
         path = os.path.join(self._temporaries, name)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         for _ in range(8):
@@ -196,10 +199,9 @@ class LocalStore:
         return os.open(path, flags, 0o666), path
 
     def _sweep(self) -> None:
-        oldest = time.time() - _STALE_S
         with contextlib.suppress(OSError), self._files.folder(_TEMPORARY) as parent:
             for entry in self._files.entries(_TEMPORARY):
-                if os.lstat(entry.name, dir_fd=parent).st_mtime < oldest:
+                if _is_stale(entry.name, os.lstat(entry.name, dir_fd=parent)):
                     os.unlink(entry.name, dir_fd=parent)
 
     def _list(self, prefix: str, after: str) -> Sequence[str]:
@@ -263,6 +265,18 @@ class LocalStore:
         elif error.errno in (errno.ENOTDIR, errno.EEXIST, errno.EISDIR):
             kind, advice = StoreForbidden, "; a file is where a directory should be, or the reverse"
         raise kind(self._root, key, operation, f"{error.strerror}{advice}") from error
+
+
+def _is_stale(name: str, found: os.stat_result) -> bool:
+    """Return whether the temporary `name` was left behind by a killed process.
+
+    Of a check we know the process. On another machine it may still run: it does without its file.
+    """
+    age_s = time.time() - found.st_mtime
+    process = name.removeprefix(_CHECK).partition("-")[0] if name.startswith(_CHECK) else ""
+    if process.isdecimal() and found.st_uid == os.geteuid():
+        return age_s > _STALE_CHECK_S and not is_alive(int(process))
+    return age_s > _STALE_S
 
 
 def _may_match(inside: str, prefix: str) -> bool:

@@ -109,6 +109,24 @@ async def _put(store: LocalStore, key: str, data: bytes, if_absent: bool = False
     await store.put(key, [data], if_absent=if_absent)
 
 
+def test_a_killed_check_is_removed_by_the_next_start(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    folder = tmp_path / ".tmp"
+    folder.mkdir()
+    left, young, live = (
+        folder / f"check-{pid}-{name}"
+        for pid, name in ((process.pid, "old"), (process.pid, "young"), (os.getpid(), "live"))
+    )
+    other = folder / "0123"  # of a put that may still be under way
+    for path in (left, young, live, other):
+        path.write_bytes(bytes(64 << 10))
+    for path in (left, live, other):
+        os.utime(path, (time.time() - 60,) * 2)
+    asyncio.run(LocalStore(tmp_path).check())
+    assert sorted(folder.iterdir()) == sorted([other, young, live])
+
+
 def test_a_reader_of_a_key_that_is_replaced_sees_one_or_the_other(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     size = 4 << 20

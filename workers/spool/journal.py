@@ -35,7 +35,16 @@ import msgspec
 
 from smdist import kernel
 from smdist.errors import NotPrivate, SpoolUnavailable
-from smdist.format.journal_records import Declare, Inline, Part, Piece, Record, Trouble
+from smdist.format.journal_records import (
+    Close,
+    Declare,
+    Drop,
+    Inline,
+    Part,
+    Piece,
+    Record,
+    Trouble,
+)
 from smdist.workers.spool.spool import Spool, no_room
 
 __all__ = ["JournalFileFull", "JournalReader", "JournalWriter"]
@@ -290,7 +299,8 @@ class JournalReader:
     def read(self, most: int = sys.maxsize) -> list[Piece]:
         """Return up to `most` records that are complete and were not returned before.
 
-        An unreadable record is replaced by a Trouble record that says so, with the same ordinal.
+        An unreadable record is replaced by a Trouble record that says so, with the same ordinal. A damaged
+        one is replaced by a Drop once a later record is complete: records are written in order.
         """
         pieces: list[Piece] = []
         if self._map is None and not self._open_first():
@@ -304,33 +314,92 @@ class JournalReader:
                 continue
             end = self._at + _FRAME.size + length
             if length == 0 or end > len(self._map):
+                if length and self._skip_to_next_file(pieces):
+                    continue
                 return pieces
             with memoryview(self._map) as view:
                 payload = bytes(view[self._at + _FRAME.size : end])
-            if google_crc32c.value(payload) != checksum:
+            if google_crc32c.value(payload) == checksum:
+                piece = self._piece(payload)
+            elif (following := self._record_behind(self._at + _padded(length))) and not self._fits(
+                self._at
+            ):
+                piece = Piece(
+                    self._ordinal,
+                    self._lost(f"journal record {self._ordinal} is damaged", following),
+                    None,
+                )
+            else:
                 return pieces
-            piece = self._piece(payload)
             if self._ordinal >= self._start:
                 pieces.append(piece)
             self._ordinal += 1
             self._at += _padded(length)
         return pieces
 
+    def _fits(self, at: int) -> bool:
+        """Return whether there is a whole frame at `at`."""
+        assert self._map is not None
+        length, checksum = _FRAME.unpack_from(self._map, at)
+        end = at + _FRAME.size + length
+        if length == 0 or end > len(self._map):
+            return False
+        return bool(google_crc32c.value(self._map[end - length : end]) == checksum)
+
+    def _record_behind(self, at: int) -> list[Record] | None:
+        """Return the first record of a step from `at` on; [] if none is, None if there is no whole frame."""
+        assert self._map is not None
+        found: list[Record] | None = None
+        while at + _FRAME.size <= len(self._map):
+            length, _ = _FRAME.unpack_from(self._map, at)
+            if length == _CONTINUED:
+                return found or []
+            start = at + _FRAME.size
+            if length == 0 or start + length > len(self._map):
+                return found
+            if self._fits(at):
+                found = []
+                with contextlib.suppress(msgspec.DecodeError):
+                    record = self._decode(self._map[start : start + length])
+                    if isinstance(record, (Part, Inline, Close, Drop)):
+                        return [record]
+            at += _padded(length)
+        return found
+
+    def _skip_to_next_file(self, pieces: list[Piece]) -> bool:
+        """Go on in the next file if the length of a record is damaged and records are lost by that."""
+        ordinal, first = self._ordinal, self._first_of(self._index + 1)
+        if first is None or first <= ordinal or not self._open(self._index + 1):
+            return False
+        lost = f"journal records {ordinal} to {first - 1} are damaged"
+        record = self._lost(lost, self._record_behind(_HEADER.size) or [])
+        # Ordinals go on without gaps: the others are replaced by a record that says nothing.
+        rest = [Piece(other, Declare(0, (), (), 0), None) for other in range(ordinal + 1, first)]
+        pieces += [p for p in (Piece(ordinal, record, None), *rest) if p.ordinal >= self._start]
+        return True
+
+    def _lost(self, reason: str, following: list[Record]) -> Record:
+        """Return what stands for lost records: a drop in the step that goes on behind them."""
+        if following and isinstance(record := following[0], (Part, Inline, Close, Drop)):
+            step = (record.mode, record.mode_step, record.step, record.time)
+            return Drop(*step, (), 0, reason)
+        return Trouble(f"{reason}; skipped", -1, time.time())
+
     def _piece(self, payload: bytes) -> Piece:
         try:
             record = self._decode(payload)
             if isinstance(record, Declare):
                 self._kinds[record.kind] = record
-            kind = self._kinds[record.kind] if isinstance(record, (Part, Inline)) else None
-        except (msgspec.DecodeError, KeyError) as error:
-            return Piece(self._ordinal, self._unreadable(error), None)
+        except msgspec.DecodeError as error:
+            text = f"journal record {self._ordinal} is unreadable: {error}; it was skipped"
+            return Piece(self._ordinal, Trouble(text, -1, time.time()), None)
+        if not isinstance(record, (Part, Inline)):
+            return Piece(self._ordinal, record, None)
+        if (kind := self._kinds.get(record.kind)) is None:  # its declaration was damaged
+            record = self._lost(
+                f"journal record {self._ordinal} names an undeclared kind", [record]
+            )
         return Piece(self._ordinal, record, kind)
-
-    def _unreadable(self, error: Exception) -> Trouble:
-        what = (
-            "names an undeclared kind" if isinstance(error, KeyError) else f"is unreadable: {error}"
-        )
-        return Trouble(f"journal record {self._ordinal} {what}; it was skipped", -1, time.time())
 
     def _open_first(self) -> bool:
         """Open the last file that begins at or before `start`."""

@@ -13,6 +13,7 @@ from smdist.errors import SpoolUnavailable
 from smdist.format.journal_records import (
     Close,
     Declare,
+    Drop,
     End,
     Flush,
     Inline,
@@ -170,6 +171,59 @@ def test_a_torn_record_is_not_there_until_it_is_whole(spool: Spool, damage: int)
     reader.close()
 
 
+def flip(path: Path, at: int) -> None:
+    with path.open("rb+") as handle:
+        handle.seek(at)
+        byte = handle.read(1)[0]
+        handle.seek(at)
+        handle.write(bytes([byte ^ 0x40]))
+
+
+@pytest.mark.parametrize("damaged", [(1,), (1, 2)])
+def test_damaged_records_are_a_drop_in_their_step(spool: Spool, damaged: tuple[int, ...]) -> None:
+    writer, reader = JournalWriter(spool), JournalReader(spool)
+    writer.append(KIND)
+    begins = []
+    for _ in range(3):
+        begins.append(writer.written_bytes)
+        writer.append(inline(4))
+    writer.append(close(4))
+    for number in damaged:
+        flip(spool.path / "journal-000000", begins[number - 1] + 8 + 2)
+    pieces = reader.read()
+    assert [piece.ordinal for piece in pieces] == [0, 1, 2, 3, 4]
+    for number, piece in enumerate(pieces[1:4], 1):
+        if number in damaged:
+            assert isinstance(piece.record, Drop)
+            assert (piece.record.mode_step, piece.record.step) == (4, 4)
+            assert piece.record.reason == f"journal record {number} is damaged"
+        else:
+            assert piece.record == inline(4)
+    assert pieces[4].record == close(4)
+    writer.close()
+    reader.close()
+
+
+def test_behind_a_damaged_length_the_next_file_is_read(spool: Spool) -> None:
+    writer, reader = JournalWriter(spool, file_bytes=256), JournalReader(spool)
+    writer.append(close(0))
+    at = writer.written_bytes
+    last = writer.append(close(1))
+    while writer.file_index == 0:
+        last = append(writer, close(1 + last))
+    append(writer, close(1 + last))
+    flip(spool.path / "journal-000000", at + 3)
+    pieces = reader.read()
+    assert [piece.ordinal for piece in pieces] == list(range(last + 2))
+    assert pieces[0].record == close(0)
+    assert isinstance(pieces[1].record, Drop)
+    assert f"records 1 to {last - 1} are damaged" in pieces[1].record.reason
+    assert pieces[1].record.mode_step == last
+    assert [piece.record for piece in pieces[-2:]] == [close(last), close(1 + last)]
+    writer.close()
+    reader.close()
+
+
 def test_a_length_beyond_the_file_is_no_record(spool: Spool) -> None:
     writer, reader = JournalWriter(spool, file_bytes=256), JournalReader(spool)
     with (spool.path / "journal-000000").open("rb+") as handle:
@@ -195,8 +249,9 @@ def test_records_that_cannot_be_understood_keep_their_place(
     pieces = reader.read()
     assert [piece.ordinal for piece in pieces] == [0, 1, 2]
     told = [piece.record.message for piece in pieces if isinstance(piece.record, Trouble)]
-    assert "record 0 names an undeclared kind" in told[0]
-    assert "record 1 is unreadable" in told[1]
+    assert "record 1 is unreadable" in told[0]
+    assert isinstance(pieces[0].record, Drop)
+    assert "record 0 names an undeclared kind" in pieces[0].record.reason
     assert pieces[2].record == close(0)
     writer.close()
     reader.close()

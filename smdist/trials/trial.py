@@ -28,9 +28,17 @@ from smdist.identity import ModeKeys, worker_name, worker_rank
 from smdist.storage import loop_thread as sync
 from smdist.trials.arguments import plain_arguments
 from smdist.trials.catalogue import Catalogue
-from smdist.trials.dataframe import REDUCTIONS, Selected, to_dataframe
 from smdist.trials.live import LiveTrial
-from smdist.trials.report import AttemptInfo, DroppedTensors, attempt_info, describe, dropped
+from smdist.trials.report import (
+    REDUCTIONS,
+    AttemptInfo,
+    DroppedTensors,
+    Selected,
+    attempt_info,
+    describe,
+    dropped,
+    to_dataframe,
+)
 from smdist.trials.segment_reader import Array
 from smdist.trials.tensor import Tensor
 
@@ -322,9 +330,13 @@ class Trial(LiveTrial):
             found[""] = list(unreadable.values())
         return found
 
-    def thinned(self) -> list[SamplingChanges]:
-        """What `overhead_budget` has left out, by attempt and rank: from which step on, how much."""
+    warnings = troubles
+
+    def sampling_changes(self) -> list[SamplingChanges]:
+        """Return what `overhead_budget` has left out, by attempt and rank: from which step on."""
         return sync.run(self._loader.sampling_changes())
+
+    thinned = sampling_changes
 
     def dropped(self) -> list[DroppedTensors]:
         """What was not saved and why, mostly want of room, in order of attempt, rank and step."""

@@ -48,3 +48,10 @@ def test_a_trial_is_refreshed_under_older_names(tmp_path: Path) -> None:
     rank.step(TRAIN, 2, {"x": one(2)}).flush()
     trial.refresh_data()
     assert trial.steps() == [0, 1, 2]
+
+
+def test_plain_aliases_of_troubles_and_thinned(tmp_path: Path) -> None:
+    RunBuilder(LocalStore(tmp_path)).rank(0).trouble("disk full").end()
+    trial = LocalTrial("run", tmp_path)
+    assert trial.warnings() == trial.troubles() == {"worker_0": ["disk full"]}
+    assert trial.sampling_changes() == trial.thinned() == []

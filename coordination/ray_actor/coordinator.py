@@ -143,7 +143,7 @@ class Coordinator:
             interval_s=chosen.interval_s,
             timeouts=LivenessTimeouts(chosen.lost_after_s, chosen.lagging_after_s),
             writer=f"actor {context.get_actor_id()}",  # the same after a restart
-            # Only at the first start: who has taken over from us since was told to do so.
+            # Only at the first start: a coordinator that took over since did so on purpose.
             take_over=chosen.take_over and not context.was_current_actor_reconstructed,
             lease_s=chosen.lease_s,
             make_poller=self._poller_factory(ray, chosen),

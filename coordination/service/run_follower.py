@@ -71,7 +71,7 @@ class RunFollower:
         self._queue: list[Fact] = []
         self._new_facts = self._new_heartbeats = 0  # since the last snapshot
         self._loose_entries = 0  # step entries that are not in columns yet
-        self._lost_view: View | None = None  # what a damaged snapshot said about lost chunks
+        self._lost_view: View | None = None  # the ranks of a damaged snapshot
 
     async def load(self, run_id: str, pointer: Pointer) -> bool:
         """Start from a snapshot; return whether it was used.

@@ -67,7 +67,7 @@ class RunQueries:
         return self._run.follower.index.latest_complete(mode)
 
     def step(self, step: int, mode: ModeKeys = GLOBAL) -> StepReport:
-        """Return who has the step. Until the first poll a step that nobody saved may still come."""
+        """Return who has the step. Until the first poll, a step without any rank may still come."""
         follower = self._run.follower
         report = follower.index.report(follower.view, follower.reports(), step, mode)
         is_read = follower.polled or self._run.state is RunState.FINISHED

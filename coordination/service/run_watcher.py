@@ -263,7 +263,7 @@ class RunWatcher:
         self._wake.clear()
 
     def hint(self, worker: str, attempt: int, seq: int) -> None:
-        """Read a rank now: that manifest is said to be there."""
+        """Read a rank now: its manifest `seq` was reported as stored."""
         self.follower.poller.hint(worker, attempt, seq)
         self._wake.set()
 

@@ -3,7 +3,7 @@
 The number of requests limits how many ranks one process can follow. A `Shard` reads the ranks whose
 number modulo the number of shards is its index. `ShardedPoller`, in the coordinator's process, asks all
 shards at once and hands on the facts that they found. Applying facts is commutative, associative and
-idempotent, so the view is the same whoever read them, also if a fact comes twice.
+idempotent, so the view does not depend on which shard read them, or how often.
 
 A shard does nothing on its own and keeps nothing that matters. One call:
 

@@ -2,7 +2,7 @@
 
 Every snapshot writes a head and the chunks that changed. Earlier ones are only needed by readers that
 have pinned them: these get `keep_s` to move on. After the last snapshot of a run it is less, because
-nobody may come back to remove them. Used by the lease holder only. What the newest snapshot names is
+no coordinator may come back to remove them. Used by the lease holder only. What the newest snapshot names is
 never removed.
 """
 

@@ -136,7 +136,7 @@ class StorePoller:
         return min(due)
 
     def last_contacts(self) -> dict[Owner, LastContact]:
-        """Return when each rank was heard of, by our clock."""
+        """Return the last contacts with each rank, by our clock."""
         return {
             o: LastContact(t.first_seen_at, t.read_at, t.alive_at) for o, t in self.tracks.items()
         }
@@ -166,7 +166,7 @@ class StorePoller:
                 self.wanted.setdefault(digest, 0.0)
 
     def hint(self, worker: str, attempt: int, seq: int) -> None:
-        """Make a rank due: that manifest is said to be there. Ignore names and numbers that are known."""
+        """Make a rank due: its manifest `seq` was reported as stored. Ignore what is known or invalid."""
         try:
             owner = (attempt, worker_rank(worker))
         except ValueError:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from smdist.coordination.service import run_watcher as watcher
+from smdist.coordination.service import run_follower
 from smdist.storage.in_memory import MemoryStore
 from tests.support.coordinator_driver import Life, Schedule
 from tests.support.sampling import rotating_share
@@ -65,7 +65,7 @@ def test_view_is_the_same_whichever_process_dies(
     block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if has_backlog(block):
-        monkeypatch.setattr(watcher, "_MOST_LOOSE", 7)
+        monkeypatch.setattr(run_follower, "_MAX_LOOSE_ENTRIES", 7)
     done: Counter[str] = Counter()
     for seed in range(25 * block, 25 * (block + 1)):
         schedule = Schedule(MemoryStore(f"seed-{seed}"), seed)

@@ -38,8 +38,7 @@ from smdist.workers.capture.tensor_access import NumpyAccess
 from smdist.workers.join.launcher_identity import machine
 from smdist.workers.spool.journal import JournalWriter
 from smdist.workers.spool.spool import Spool, SpoolInfo
-from smdist.workers.upload import retry as patience
-from smdist.workers.upload import uploader as uploading
+from smdist.workers.upload import entry_point, retry
 from smdist.workers.upload.process import EXIT_DATA_PENDING
 from smdist.workers.upload.recover import recover
 from tests.faults.job import Order, _become, _serve
@@ -209,12 +208,12 @@ def _adjust(plan: Plan) -> None:
         )
 
     vars(s3)["S3Options"] = options
-    vars(patience)["_MOST_PAUSE_S"] = 0.2
+    vars(retry)["_MOST_PAUSE_S"] = 0.2
 
 
 def uploader(order: Order) -> NoReturn:
     _adjust(msgspec.convert(order.arguments["plan"], Plan))
-    uploading.main(order.arguments["spool"])
+    entry_point.main(order.arguments["spool"])
 
 
 def recovery(order: Order) -> NoReturn:
@@ -223,7 +222,7 @@ def recovery(order: Order) -> NoReturn:
     try:
         recover(Path(order.arguments["spool"]), lambda text: None)
         code = 0
-    except patience.RetryDeadlineExceeded:
+    except retry.RetryDeadlineExceeded:
         code = EXIT_DATA_PENDING
     except BaseException:  # noqa: BLE001 - told, and judged by the driver
         traceback.print_exc()

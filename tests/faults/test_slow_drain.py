@@ -101,7 +101,7 @@ def test_a_store_that_refuses_or_is_silent_is_given_up(
     why: str,
 ) -> None:
     monkeypatch.setattr("smdist.workers.upload.commit._CLOSE_S", 0.1)
-    monkeypatch.setattr("smdist.workers.upload.uploader._FAREWELL_S", 0.1)
+    monkeypatch.setattr("smdist.workers.upload.uploader._SHUTDOWN_GRACE_S", 0.1)
     with pytest.raises(RetryDeadlineExceeded, match=why):
         send(job, monkeypatch, happens)
     assert len(find_spools([tmp_path / "spools"])) == 1, "kept, to be sent later"

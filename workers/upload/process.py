@@ -46,7 +46,7 @@ sys.path.extend(order["path"])
 spec = PathFinder.find_spec("smdist", order["home"])
 sys.modules["smdist"] = module_from_spec(spec)
 spec.loader.exec_module(sys.modules["smdist"])
-from smdist.workers.upload.uploader import main
+from smdist.workers.upload.entry_point import main
 sys.exit(main(order["spool"]))
 """
 

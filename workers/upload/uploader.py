@@ -1,13 +1,11 @@
-"""The uploader: one process beside each rank that carries what was captured into the store.
+"""Upload one spool: from where the store says it stands to the last manifest of the rank.
 
-    main(spool)         the process: lock, signals, exit code; started by workers/upload/process.py
-    Uploader.run()      on one event loop, from where the store says it stands to the last manifest
+`Uploader.run` is called once, on one event loop, by the uploader process (`entry_point.py`) or by
+`smdist recover`. It opens the store, joins the run, finds the resume point, runs the loop and finishes.
 
-It wakes when the doorbell rings, when a batch is old enough, when one has been committed, and when
-the training process dies. It ends after `End`, or after that death, once everything is stored; the
-last one of a run merges it then (workers/upload/final_merge.py). Exit
-codes: 0 (the spool is gone then), EXIT_DATA_PENDING (the store stayed closed), EXIT_RANK_REJECTED (this rank has no
-part in the run that is there; the acknowledgement page says why), others are accidents.
+The loop wakes when the doorbell rings, when a batch is old enough, when one was committed, and when the
+training process exits. It ends after the `End` record, or after that exit, once everything is stored. The
+last uploader of a run then merges the run (`final_merge.py`).
 """
 
 from __future__ import annotations
@@ -18,14 +16,8 @@ import functools
 import os
 import secrets
 import shlex
-import signal
-import stat
-import sys
 import time
-import traceback
 from collections.abc import Callable, Coroutine, Sequence
-from pathlib import Path
-from typing import NoReturn
 
 from smdist.errors import SmdistError
 from smdist.format.journal_records import End, Piece
@@ -33,14 +25,13 @@ from smdist.format.manifest import RankManifest, heartbeat_key
 from smdist.format.stored_json import encode
 from smdist.identity import worker_name
 from smdist.limits import MAX_UNCOMMITTED_SEGMENTS
-from smdist.messages import printable, readable_bytes
-from smdist.processes import is_alive, is_stopped, watch_exit
+from smdist.messages import readable_bytes
+from smdist.processes import is_stopped, watch_exit
 from smdist.storage import open_store
 from smdist.storage.store import HasParts, Store
 from smdist.workers.join.enrolment import store_run_id
 from smdist.workers.spool.ack_page import AckPage
 from smdist.workers.spool.journal import JournalReader
-from smdist.workers.spool.private_files import open_file
 from smdist.workers.spool.spool import Doorbell, Spool
 from smdist.workers.upload.batch import Arenas, Batch, captured_bytes, nothing, prepare, without
 from smdist.workers.upload.batching import decide
@@ -56,24 +47,23 @@ from smdist.workers.upload.final_merge import Rank, merge_if_last, not_merged
 from smdist.workers.upload.hint_sender import Announcer
 from smdist.workers.upload.intake import Intake
 from smdist.workers.upload.manifest_spans import Rolling
-from smdist.workers.upload.process import EXIT_DATA_PENDING, EXIT_RANK_REJECTED
 from smdist.workers.upload.retry import Retrier, RetryDeadlineExceeded
-from smdist.workers.upload.run_guard import RankRejected, RunGuard, join
+from smdist.workers.upload.run_guard import RunGuard, join
 from smdist.workers.upload.summaries import Summary
 
-__all__ = ["Uploader", "main"]
+__all__ = ["Uploader"]
 
-_MOST_IN_FLIGHT = MAX_UNCOMMITTED_SEGMENTS  # batches, each mostly one request; a new one only below three full ones' bytes
-_BREATH_S = 0.005  # between two looks at the journal, however often the bell rings
-_LOOK_S = 1.0  # look at least so often: parts of an open step ring no bell
+_MAX_IN_FLIGHT = MAX_UNCOMMITTED_SEGMENTS  # batches, each mostly one request; a new one only below three full ones' bytes
+_MIN_POLL_S = 0.005  # between two looks at the journal, however often the bell rings
+_MAX_POLL_S = 1.0  # look at least so often: parts of an open step ring no bell
 _DEADLINE_S = (
     10.0  # of one request and its retries; retrier, which tells the user, goes on from there
 )
 _SUMMARY_S = 30.0
 _MERGE_S = 60.0
 _DETACH_S = 1.0  # what takes longer once the training process is gone is done in the background
-_HEED_S = 0.2
-_FAREWELL_S = 5.0  # for a heartbeat that is being written at the end
+_END_POLL_S = 0.2
+_SHUTDOWN_GRACE_S = 5.0  # for a heartbeat that is being written at the end
 
 
 class Uploader:
@@ -98,7 +88,7 @@ class Uploader:
         self._trusts = trusts
         self._spool, self._info, self._options = spool, spool.info, spool.info.upload
         self._say, self._progress, self._detach = say, progress, detach
-        self.hurries = 0
+        self.shutdown_requests = 0
         self._begin()
 
     def _begin(self) -> None:
@@ -117,12 +107,12 @@ class Uploader:
         self._layouts: set[str] = set()
         self._merging: asyncio.Task[str] | None = None
 
-    def hurry(self) -> None:
+    def request_shutdown(self) -> None:
         """Write everything out now and from now on. Asked again: stop, stored or not."""
-        self.hurries += 1
+        self.shutdown_requests += 1
         if self._merging is not None:
             self._merging.cancel()
-        if self.hurries > 1:
+        if self.shutdown_requests > 1:
             self._retrier.stop()
         self._wake.set()
 
@@ -134,23 +124,23 @@ class Uploader:
         """
         while True:
             try:
-                return await self._live(trainer_gone)
+                return await self._run_once(trainer_gone)
             except LateManifestFound:  # noqa: PERF203
                 self._begin()
-                if self.hurries > 1:
+                if self.shutdown_requests > 1:
                     self._retrier.stop()
 
-    async def _live(self, trainer_gone: bool) -> Ending:
+    async def _run_once(self, trainer_gone: bool) -> Ending:
         async with contextlib.AsyncExitStack() as afterwards:
             async with contextlib.AsyncExitStack() as stack:
                 store, ending = await self._work(stack, afterwards, trainer_gone)
             self._spool.remove()
-            if not self.hurries:
-                letting_go = asyncio.ensure_future(self._let_go())
+            if not self.shutdown_requests:
+                releasing = asyncio.ensure_future(self._release_pipes())
                 try:
                     await self._merge(store)
                 finally:
-                    letting_go.cancel()
+                    releasing.cancel()
             return ending
 
     async def _work(
@@ -167,10 +157,10 @@ class Uploader:
         else:
             watch = watch_exit(self._info.trainer_pid, self._info.trainer_start)
             self._gone = await stack.enter_async_context(watch)
-        self._in_background(stack, self._mourn())
+        self._in_background(stack, self._on_trainer_exit())
         store = await self._retrier.run("opening the store", self._open_store)
         afterwards.push_async_callback(store.close)
-        await self._enter(store)
+        await self._join(store)
         if self._guard is not None:
             self._in_background(stack, self._guard.follow_contested_run(self._stopping))
         start = await self._retrier.run(
@@ -178,7 +168,7 @@ class Uploader:
             lambda: resume_point(store, self._info.session, tidy=succeeds),
         )
         if start.last is None or start.last.state == "active":
-            self._in_background(stack, self._beat(store))
+            self._in_background(stack, self._heartbeat_loop(store))
             announcer = Announcer(store, lambda: self._spool.info.run.run_id, self._info.session)
             stack.push_async_callback(announcer.close)
             rolling = Rolling(store, self._summary)
@@ -195,27 +185,27 @@ class Uploader:
         self._ack_page.last_error, self._ack_page.uploader_pid = "", 0
         return store, ending
 
-    async def _enter(self, store: Store) -> None:
+    async def _join(self, store: Store) -> None:
         trusts, say = self._trusts, self._say
-        heeding = asyncio.get_running_loop().create_task(self._heed_end())
+        watching = asyncio.get_running_loop().create_task(self._watch_for_end_record())
         try:
             self._guard = await join(
                 store, self._spool, self._retrier, say, is_right_location=trusts
             )
         finally:
-            heeding.cancel()
-            await asyncio.wait([heeding])
+            watching.cancel()
+            await asyncio.wait([watching])
         info = self._info = self._spool.info
         self._intake, self._summary = Intake(info), Summary(info.session)
 
-    async def _heed_end(self) -> None:
+    async def _watch_for_end_record(self) -> None:
         """That the hook is closed counts, also while the run is not entered and nothing is read."""
         journal, ended = JournalReader(self._spool, self._ack_page.acked), False
         try:
             while not ended:
                 pieces = journal.read(1000)
                 ended = any(isinstance(piece.record, End) for piece in pieces)
-                await asyncio.sleep(0 if pieces else _HEED_S)
+                await asyncio.sleep(0 if pieces else _END_POLL_S)
         finally:
             journal.close()
         self._retrier.set_idle_deadline(self._options.drain_deadline_s)
@@ -314,7 +304,7 @@ class Uploader:
         finally:
             task.cancel()
         # Time to give back the right to write, should it hold it.
-        await asyncio.wait([task], timeout=_FAREWELL_S)
+        await asyncio.wait([task], timeout=_SHUTDOWN_GRACE_S)
         note = ""
         if not in_time:
             note = not_merged(store, f"that took longer than {_MERGE_S:.0f} s")
@@ -345,7 +335,9 @@ class Uploader:
             if ending is None and self._has_room(committer):
                 over = gone or self._intake.end is not None
                 limits = self._options
-                cut, wake_at = decide(pending, limits, now, drain=over or self.hurries > 0)
+                cut, wake_at = decide(
+                    pending, limits, now, drain=over or self.shutdown_requests > 0
+                )
                 if cut is not None or (over and whole and not pending):
                     pieces = pending.take(cut) if cut is not None else ()
                     if over and whole and not pending:
@@ -355,8 +347,8 @@ class Uploader:
             await self._sleep(committer.store, doorbell, wake_at)
 
     def _has_room(self, committer: Committer) -> bool:
-        most_bytes = (_MOST_IN_FLIGHT - 1) * self._options.segment_bytes
-        return committer.in_flight < _MOST_IN_FLIGHT and committer.bytes_in_flight < most_bytes
+        most_bytes = (_MAX_IN_FLIGHT - 1) * self._options.segment_bytes
+        return committer.in_flight < _MAX_IN_FLIGHT and committer.bytes_in_flight < most_bytes
 
     def _acknowledge(self, committer: Committer, journal: JournalReader) -> None:
         for batch in committer.finished():
@@ -398,7 +390,7 @@ class Uploader:
                     pieces = [without(pieces[0], error)]
 
     def _silence(self) -> str:
-        if self.hurries > 1:
+        if self.shutdown_requests > 1:
             return "told to stop"
         return f"the store has not answered for {self._options.drain_deadline_s:.0f} s"
 
@@ -407,7 +399,7 @@ class Uploader:
             self._retrier.note_progress(store.parts_stored)
         if self._retrier.expired:
             raise RetryDeadlineExceeded(self._ack_page.last_error or self._silence())
-        wait_s = _LOOK_S if wake_at is None else min(wake_at - time.monotonic(), _LOOK_S)
+        wait_s = _MAX_POLL_S if wake_at is None else min(wake_at - time.monotonic(), _MAX_POLL_S)
         loop = asyncio.get_running_loop()
         loop.add_reader(doorbell, self._wake.set)
         try:
@@ -415,7 +407,7 @@ class Uploader:
                 await asyncio.wait_for(self._wake.wait(), max(wait_s, 0.0))
         finally:
             loop.remove_reader(doorbell)  # it rings until it is drained
-        await asyncio.sleep(_BREATH_S)
+        await asyncio.sleep(_MIN_POLL_S)
 
     # -- beside the loop -------------------------------------------------------------------------
 
@@ -433,12 +425,12 @@ class Uploader:
         async def stop() -> None:
             self._stopping.set()
             self._gone.set()
-            await asyncio.wait([task], timeout=_FAREWELL_S)
+            await asyncio.wait([task], timeout=_SHUTDOWN_GRACE_S)
             task.cancel()
 
         stack.push_async_callback(stop)
 
-    async def _mourn(self) -> None:
+    async def _on_trainer_exit(self) -> None:
         await self._gone.wait()
         self._retrier.set_idle_deadline(self._options.drain_deadline_s)
         self._wake.set()
@@ -452,13 +444,13 @@ class Uploader:
                 f"stored: smdist recover {shlex.quote(str(self._spool.path))}"
             )
 
-    async def _let_go(self) -> None:
+    async def _release_pipes(self) -> None:
         """Nothing is left but to merge, which nobody waits for."""
         async with watch_exit(self._info.trainer_pid, self._info.trainer_start) as gone:
             await gone.wait()
             self._detach("")
 
-    async def _beat(self, store: Store) -> None:
+    async def _heartbeat_loop(self, store: Store) -> None:
         """Say that the rank lives, unless a manifest has just said so. A stopped one does not."""
         session, interval_s = self._info.session, self._options.heartbeat_s
         key = heartbeat_key(worker_name(session.rank), session.attempt)
@@ -480,98 +472,3 @@ class Uploader:
             self._retrier.failed(key, "writing the heartbeat", error, notify_user=False)
         else:
             self._retrier.succeeded(key)
-
-
-# -- the process ---------------------------------------------------------------------------------
-
-
-def main(path: str) -> NoReturn:
-    """Never returns: a thread that hangs in a dead file system must not keep the process."""
-    code = 1
-    try:
-        code = _work(Spool.open(Path(path)))
-    except SmdistError as error:
-        _say("uploader", str(error))
-    except BaseException:  # noqa: BLE001 - the supervisor starts another one; leave it a trace
-        with contextlib.suppress(OSError):
-            for line in traceback.format_exc().splitlines():
-                sys.stderr.write(f"{printable(line)}\n")
-    with contextlib.suppress(OSError):
-        sys.stderr.flush()
-    os._exit(code)
-
-
-def _work(spool: Spool) -> int:
-    info = spool.info
-    worker = worker_name(info.session.rank)
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    with contextlib.suppress(OSError):
-        os.nice(info.upload.nice)
-    with spool.lock():
-        uploader = Uploader(
-            spool,
-            functools.partial(_say, worker),
-            detach=functools.partial(_detach, spool.path / "uploader.log", worker),
-        )
-        loop = asyncio.new_event_loop()
-        loop.add_signal_handler(signal.SIGTERM, uploader.hurry)
-        try:
-            loop.run_until_complete(uploader.run())
-        except RetryDeadlineExceeded as error:
-            _say(worker, _left_behind(spool, str(error)))
-            # Told to stop beside a living rank: its supervisor may start another one.
-            again = uploader.hurries > 1 and is_alive(info.trainer_pid, info.trainer_start)
-            return 1 if again else EXIT_DATA_PENDING
-        except RankRejected as error:
-            _leave_word(spool, str(error))
-            if not is_alive(info.trainer_pid, info.trainer_start):  # else its hook tells it
-                _say(worker, _left_behind(spool, str(error)))
-            return EXIT_RANK_REJECTED
-    return 0
-
-
-def _leave_word(spool: Spool, message: str) -> None:
-    ack_page = AckPage(spool.path / "ack_page")
-    ack_page.last_error, ack_page.uploader_pid = message, 0
-    ack_page.close()
-
-
-def _left_behind(spool: Spool, trouble: str) -> str:
-    return (
-        f"gave up: {trouble}. What is not in {spool.info.out_dir} yet is kept; send it later with: "
-        f"smdist recover {shlex.quote(str(spool.path))}"
-    )
-
-
-def _detach(log: Path, worker: str, message: str) -> None:
-    """Say it, and let go of pipes that were the job's: `train.py 2>&1 | tee log` ends with the job.
-
-    What is said from here on goes to `log`, as long as there is a spool.
-    """
-    inherited = [number for number in (1, 2) if _is_pipe(number)]
-    if not inherited:
-        return
-    if message:
-        _say(worker, message)
-    try:
-        handle = open_file(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    except OSError:
-        handle = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-    for number in inherited:
-        os.dup2(handle, number)
-    os.close(handle)
-
-
-def _is_pipe(number: int) -> bool:
-    try:
-        mode = os.fstat(number).st_mode
-    except OSError:
-        return False
-    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
-
-
-def _say(worker: str, message: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # whoever read it may be gone
-        sys.stderr.write(f"smdist: {worker}: {printable(message)}\n")
-        sys.stderr.flush()

@@ -22,7 +22,7 @@ _GLOBAL = ModeKeys.GLOBAL.value
 
 
 def step_number(entry: StepEntry) -> int:
-    """How the users of its mode count it."""
+    """Return the number under which users of its mode know the step."""
     return entry.step if entry.mode == _GLOBAL else entry.mode_step
 
 
@@ -33,7 +33,7 @@ def greater_entry(a: StepEntry, b: StepEntry) -> StepEntry:
 
 
 def with_entry(blocks: Blocks, entry: StepEntry) -> Blocks:
-    """`blocks` with one more, in order of their number; a number occurs once."""
+    """Return `blocks` with one more, in order of their number; a number occurs once."""
     if not blocks or blocks[-1].block < entry.block:
         return (*blocks, entry)
     by_number = {old.block: old for old in blocks}

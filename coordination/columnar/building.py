@@ -19,7 +19,7 @@ _Cell = tuple[int, int]
 
 
 def extend_columns(old: Columns, news: NewBlocks) -> Columns:
-    """`old` with more blocks; itself when it has them all."""
+    """Return `old` with more blocks; `old` itself if it has them all."""
     changed = _changed(old, news)
     if not changed:
         return old
@@ -57,7 +57,7 @@ def empty_columns(attempt: int, mode: int) -> Columns:
 
 
 def split_columns(columns: Columns, most: int) -> Iterator[Columns]:
-    """`columns` in parts of at most `most` steps, filled one after the other.
+    """Split `columns` into parts of at most `most` steps.
 
     A part has columns for its own ranks alone, as if its steps had come by themselves.
     """
@@ -84,7 +84,7 @@ def split_columns(columns: Columns, most: int) -> Iterator[Columns]:
 
 
 def _changed(old: Columns, news: NewBlocks) -> list[tuple[int, int, Blocks]]:
-    """Steps of ranks that are not as they were, with all their blocks."""
+    """Return the steps of ranks that have changed, with all their blocks."""
     found = []
     for mode_step, ranks in news.items():
         for rank, blocks in ranks.items():
@@ -102,7 +102,7 @@ def _union(old: Array, new: Any) -> Array:
 def _moved(
     old: Columns, mode_steps: Array, ranks: Array
 ) -> tuple[dict[str, Array], dict[str, Array]]:
-    """The cells and the further blocks of `old`, where they are among more steps and ranks."""
+    """Copy the cells and further blocks of `old` to their places among more steps and ranks."""
     rows, columns = np.searchsorted(mode_steps, old.mode_steps), np.searchsorted(ranks, old.ranks)
     cells = {name: np.zeros((len(mode_steps), len(ranks)), dt) for name, dt in FIELDS.items()}
     if len(rows):

@@ -61,12 +61,12 @@ def encode_columns(columns: Columns) -> bytes:
 
 
 def content_digest(data: bytes) -> str:
-    """The last part of its key."""
+    """Return the last part of the key of a chunk with this content."""
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def decode_columns(data: bytes) -> Columns:
-    """ValueError when `data` is not what `encode_columns` made."""
+    """Read columns; raise ValueError if `encode_columns` did not write `data`."""
     header = parse_header(data)
     about = header.metadata
     if int(about.get("format", FORMAT)) > FORMAT:
@@ -107,7 +107,7 @@ def _columns(arrays: Mapping[str, Array], about: Mapping[str, str]) -> Columns:
 
 
 def _check(columns: Columns) -> None:
-    """ValueError when a number is none, or counts in what is not there."""
+    """Raise ValueError if a number is out of range or refers to a missing row or text."""
     if columns.attempt < 0 or columns.mode not in _MODES:
         raise ValueError(f"attempt {columns.attempt}, mode {columns.mode}")
     steps, ranks = len(columns.mode_steps), len(columns.ranks)
@@ -136,7 +136,7 @@ def _whole(array: Array) -> Array:
 
 
 def _stored(name: str, array: Array, present: Array) -> Iterator[tuple[str, Array]]:
-    """What is kept of a field; cells without a block do not count."""
+    """Yield the arrays to store for a field; cells without a block are 0."""
     if array.dtype.kind == "f":
         yield name, np.where(present, array, 0.0)
         return
@@ -170,7 +170,7 @@ def _loaded(
 
 
 def _tidied(columns: Columns) -> Columns:
-    """With the texts that are used alone, sorted: what came first must not show in the bytes."""
+    """Return columns with used texts only, sorted: the bytes must not depend on their order."""
     cells, more, texts = dict(columns.cells), dict(columns.more), {}
     present = cells["flags"] & PRESENT != 0
     for field, table in _TEXTS.items():

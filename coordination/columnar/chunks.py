@@ -39,7 +39,7 @@ class ChunkRef(msgspec.Struct, frozen=True, array_like=True):
     runs: tuple[StepRun, ...]
 
     def check(self) -> None:
-        """ValueError when it cannot be what a writer of ours has made."""
+        """Raise ValueError if smdist cannot have written this."""
         check_total("cells in a chunk", (run.cells for run in self.runs), MAX_CELLS)
         last = -1
         for run in self.runs:
@@ -66,7 +66,7 @@ class Chunk:
 
     @property
     def stored(self) -> bool:
-        """It came from a store."""
+        """Return whether it was read from a store."""
         return self._fetch is not None
 
     @property
@@ -79,7 +79,7 @@ class Chunk:
 
     @cached_property
     def rows(self) -> dict[int, StepRow]:
-        """By mode step, in order."""
+        """Return the rows by mode step, in order."""
         return {row.mode_step: row for row in expand_runs(self.ref.runs)}
 
     def row(self, mode_step: int) -> StepRow | None:
@@ -115,7 +115,7 @@ class ChunkSet:
         return bool(self.chunks)
 
     def chunk(self, key: StepKey) -> Chunk | None:
-        """The chunk that has the step `key`."""
+        """Return the chunk that has the step `key`."""
         place = bisect_right(self._firsts, key) - 1
         if place < 0:
             return None
@@ -145,7 +145,7 @@ class ChunkSet:
             yield from chunk.columns.of_rank(rank)
 
     def without(self, others: ChunkSet) -> list[Chunk]:
-        """The chunks that `others` has not."""
+        """Return the chunks that `others` does not have."""
         known = {chunk.ref.key for chunk in others.chunks}
         return [chunk for chunk in self.chunks if chunk.ref.key not in known]
 
@@ -159,7 +159,7 @@ class SealResult(NamedTuple):
 
 
 def seal(attempt: int, sealed: ChunkSet, recent: Recent, prefix: str) -> SealResult:
-    """`sealed` with the blocks of `recent` in it. Chunks that do not change are kept as they are.
+    """Return `sealed` with the blocks of `recent`. Chunks that do not change are kept.
 
     `prefix` begins the keys of new chunks. The rest of a key says what is in it, by content too.
     """
@@ -189,7 +189,7 @@ def _most_steps(ranks: int) -> int:
 
 
 def _target(sealed: ChunkSet, key: StepKey) -> Chunk | int:
-    """The chunk into which a step goes, or its mode when it begins a new one."""
+    """Return the chunk into which a step goes, or its mode if it begins a new chunk."""
     mode = key[0]
     place = bisect_right(sealed._firsts, key) - 1
     if place < 0 or sealed.chunks[place].ref.mode != mode:

@@ -53,7 +53,7 @@ class Tables:
         self.names = {text: number for number, text in enumerate(names)}
 
     def values(self, attempt: int, rank: int, entry: StepEntry) -> tuple[Any, ...]:
-        """A row of FIELDS."""
+        """Return one value for each of FIELDS."""
         kind, seq, name = self._place(attempt, rank, entry.segment)
         flags = PRESENT | (CLOSED if entry.closed else 0) | (PLANNED if entry.planned else 0) | kind
         flags |= CONTINUES if entry.continues else 0
@@ -130,7 +130,7 @@ class Columns:
             yield self._entry(mode_step, rank, [self.more[f][at].item() for f in FIELDS])
 
     def step(self, mode_step: int) -> dict[int, Blocks]:
-        """The blocks of a step, by rank."""
+        """Return the blocks of a step by rank."""
         row = self._rows.get(mode_step)
         if row is None:
             return {}
@@ -145,7 +145,7 @@ class Columns:
         }
 
     def of_rank(self, rank: int) -> Iterator[Blocks]:
-        """All blocks of a rank, in order of step."""
+        """Yield all blocks of a rank, in order of step."""
         column = self._columns.get(rank)
         if column is not None:
             for row in np.flatnonzero(self.cells["flags"][:, column]).tolist():
@@ -178,7 +178,7 @@ class Columns:
     # -- steps -------------------------------------------------------------------------------
 
     def rows(self) -> list[StepRow]:
-        """What each step is over all ranks: as `summarize_step` its blocks."""
+        """Return the row of each step, equal to `summarize_step` of its blocks."""
         flags = self.cells["flags"]
         present = flags & PRESENT != 0
         closed = flags & CLOSED != 0

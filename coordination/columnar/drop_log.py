@@ -77,7 +77,7 @@ def drop_row(drop: Drop, texts: TextTable) -> DropRow:
 
 
 def check_texts(rows: Iterable[DropRow], texts: Sequence[tuple[str, ...]]) -> None:
-    """ValueError when a row names a text that is not there."""
+    """Raise ValueError if a row refers to a missing text."""
     for row in rows:
         if max(row.names, row.reason) >= len(texts) or len(texts[row.reason]) != 1:
             raise ValueError(f"a drop of step {row.step} has no text {row.names} or {row.reason}")
@@ -101,7 +101,7 @@ class DropRun(msgspec.Struct, frozen=True, array_like=True):
     ranks: RankIntervals
 
     def check(self) -> None:
-        """ValueError when it cannot be what a writer of ours has made."""
+        """Raise ValueError if smdist cannot have written this."""
         check_progression(self.mode_step, self.mode_stride, self.count)
         check_progression(self.step, self.step_stride, self.count)
         check_intervals(self.ranks)
@@ -118,7 +118,7 @@ class DropRef(msgspec.Struct, frozen=True, array_like=True):
     runs: tuple[DropRun, ...]
 
     def check(self) -> None:
-        """ValueError, likewise."""
+        """Raise ValueError if smdist cannot have written this."""
         for run in self.runs:
             run.check()
 
@@ -135,7 +135,7 @@ class DropBatch:
 
     @property
     def stored(self) -> bool:
-        """It came from a store."""
+        """Return whether it was read from a store."""
         return self._fetch is not None
 
     @property
@@ -156,7 +156,7 @@ class DropLog:
 
     @cached_property
     def steps(self) -> dict[StepKey, list[tuple[int, Intervals]]]:
-        """Of each step the global numbers it was given, with the ranks that dropped some of it."""
+        """Return, by step, its global numbers and the ranks that dropped some of it."""
         found: dict[StepKey, list[tuple[int, Intervals]]] = {}
         for batch in self.batches:
             for run in batch.ref.runs:

@@ -55,7 +55,7 @@ class StepRun(msgspec.Struct, frozen=True, array_like=True):
     numbers: tuple[tuple[Number, RankIntervals], ...] = ()
 
     def check(self) -> None:
-        """ValueError when it cannot be what a writer of ours has made."""
+        """Raise ValueError if smdist cannot have written this."""
         check_progression(self.mode_step, self.mode_stride, self.count)
         check_progression(self.step, self.step_stride, self.count)
         for spans in (self.ranks, self.open, *(spans for _, spans in self.numbers)):
@@ -126,7 +126,7 @@ def _run_end(rows: Sequence[StepRow], begin: int) -> tuple[int, tuple[int, int]]
 
 
 def summarize_step(mode_step: int, blocks: Mapping[int, Blocks]) -> StepRow:
-    """The row of a step with these blocks, of at least one rank."""
+    """Return the row of a step with these blocks, of at least one rank."""
     numbers: dict[int, list[int]] = {}
     layouts: set[str] = set()
     unclosed: list[int] = []

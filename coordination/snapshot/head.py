@@ -92,7 +92,7 @@ class AttemptRow(msgspec.Struct, frozen=True):
     drops: tuple[DropRef, ...] = ()
 
     def check(self, texts: Sequence[tuple[str, ...]]) -> None:
-        """ValueError when it cannot be what a writer of ours has made."""
+        """Raise ValueError if smdist cannot have written this."""
         refs: tuple[ChunkRef | DropRef, ...] = (*self.chunks, *self.drops)
         for row in self.ranks:
             check_intervals(row.seen)
@@ -124,7 +124,7 @@ class SnapshotHead(msgspec.Struct, frozen=True):
     format: Number = FORMAT
 
     def check(self) -> None:
-        """ValueError when it cannot be what a writer of ours has made."""
+        """Raise ValueError if smdist cannot have written this."""
         for row in self.attempts:
             row.check(self.texts)
         chunks = [ref for row in self.attempts for ref in row.chunks]

@@ -38,7 +38,7 @@ class PackedLayouts(NamedTuple):
 def pack_layouts(
     layouts: Mapping[str, Layout], texts: Mapping[str, bytes], stored: tuple[str, ...]
 ) -> PackedLayouts:
-    """`texts` of layouts that were packed before, `stored` are keys of packs that are in the store."""
+    """Pack `layouts`. `texts` are those packed before, `stored` keys of packs in the store."""
     texts = {
         digest: texts[digest] if digest in texts else layout.to_json()
         for digest, layout in layouts.items()

@@ -76,7 +76,7 @@ async def load_drops(store: Store, key: str) -> DropsByRank:
 async def load_layouts(
     store: Store, head: SnapshotHead, known: Iterable[str] = ()
 ) -> dict[str, Layout]:
-    """The layouts of a head, in their order. Packs that are `known`, by key, are left out."""
+    """Read the layouts of a head in their order, without the packs that are `known` by key."""
 
     def unpacked(key: str, texts: Mapping[str, msgspec.Raw]) -> dict[str, Layout]:
         return {
@@ -95,7 +95,7 @@ async def load_layouts(
 
 
 async def load_view(store: Store, pointer: Pointer) -> LoadedSnapshot:
-    """The snapshot that `pointer` names, whole: `pack` goes on from its view."""
+    """Read the whole snapshot that `pointer` names; `pack` can continue from its view."""
     head = await load_head(store, pointer)
     keys = [ref.key for row in head.attempts for ref in row.chunks]
     loaded = await bounded_gather(partial(load_columns, store), keys, _AT_ONCE)
@@ -115,7 +115,7 @@ def view_of_head(
     fetch_drops: Callable[[DropBatch], DropsByRank],
     known: Mapping[str, Chunk] | None = None,
 ) -> View:
-    """The view of a head; `fetch` is asked for the columns of a chunk whenever they are needed.
+    """Build the view of a head; `fetch` gets the columns of a chunk whenever they are needed.
 
     `known` are chunks of an earlier view by key, to be used again.
     """

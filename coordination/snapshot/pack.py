@@ -142,7 +142,7 @@ def pack(
 
 
 def compact_view(view: View, *, epoch: int, number: int, writer: str) -> View:
-    """The same facts, with steps in columns: for who folds a lot before the next snapshot.
+    """Return the same facts with steps in columns, to save memory before the next snapshot.
 
     A tenth of the memory. The chunks are put with the next snapshot, whichever number that has.
     """
@@ -157,7 +157,7 @@ def _name(epoch: int, number: int, writer: str) -> str:
 
 
 def _sealed(view: View, prefix: str) -> tuple[View, dict[str, bytes]]:
-    """`view` with its steps in chunks, and the chunks that were made for it."""
+    """Return `view` with its steps in chunks, and the chunks that were made for it."""
     attempts: dict[int, dict[int, RankView]] = {}
     sealed: dict[int, ChunkSet] = {}
     made: dict[str, bytes] = {}
@@ -207,7 +207,7 @@ def _unlogged(
 def _unstored(
     view: View, made: Mapping[str, bytes], stored: frozenset[str]
 ) -> Iterator[tuple[str, Buffer]]:
-    """Chunks that are in no snapshot yet: new ones, and those of a snapshot that was never put."""
+    """Yield chunks that are in no stored snapshot yet."""
     for sealed in view.sealed.values():
         for chunk in sealed.chunks:
             key = chunk.ref.key

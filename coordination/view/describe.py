@@ -26,7 +26,7 @@ def attempt_lines(view: View, reports: Reports) -> tuple[AttemptLine, ...]:
 
 
 def rank_lines(reports: Reports) -> tuple[RankLine, ...]:
-    """Those of the newest attempt."""
+    """Return the ranks of the newest attempt."""
     newest = reports[max(reports)] if reports else {}
     return tuple(
         RankLine(

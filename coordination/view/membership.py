@@ -126,13 +126,13 @@ class RankReport:
 
 
 def expected_ranks(view: View, attempt: int) -> Members:
-    """The ranks of `attempt` that save, by what its ranks say; all of it if they differ."""
+    """Return the ranks of `attempt` that save; the union if its ranks disagree."""
     worlds = {world for known in view.attempts.get(attempt, {}).values() for world in known.worlds}
     return Members(merge_intervals(span for world in worlds for span in world.expected_ranks()))
 
 
 def check_absent_ranks(url: str, view: View) -> None:
-    """CorruptObject when more ranks are said to take part without a trace than can be reported."""
+    """Raise CorruptObject if more ranks are expected, and left no trace, than can be reported."""
     expected = {attempt: expected_ranks(view, attempt).intervals for attempt in view.attempts}
     if sum(map(count_members, expected.values())) <= MAX_ABSENT_RANKS:
         return
@@ -238,7 +238,7 @@ def rank_reports(
     timeouts: LivenessTimeouts = DEFAULT_TIMEOUTS,
     hearing: LastContacts | None = None,
 ) -> dict[int, RankReport]:
-    """Every expected or known rank of `attempt`, in numeric order.
+    """Return a report of every expected or known rank of `attempt`, in numeric order.
 
     `hearing` is by the clock of `now`; of ranks that are not in it, their own clock is believed.
     """
@@ -265,7 +265,7 @@ def finished(
     timeouts: LivenessTimeouts = DEFAULT_TIMEOUTS,
     hearing: LastContacts | None = None,
 ) -> bool:
-    """No rank of any attempt may still write. A view without ranks is not finished."""
+    """Return whether no rank of any attempt may still write. A view without ranks is not finished."""
     return bool(view.attempts) and not any(
         report.pending
         for attempt in view.attempts
@@ -279,7 +279,7 @@ def missing_ranks(
     reports: Mapping[int, RankReport],
     among: Iterable[int] | None = None,
 ) -> dict[int, MissingReason]:
-    """Why each absent rank is; empty exactly when the step is COMPLETE. Or those `among` them."""
+    """Return why each absent rank, or each of `among`, is missing; {} if the step is COMPLETE."""
     known = view.attempts.get(facts.attempt, {})
     here, dropped = facts.ranks, frozenset(facts.dropped)
     return {
@@ -291,7 +291,7 @@ def missing_ranks(
 
 
 def _may_hide(known: RankView, among: bool) -> bool:
-    """Whether a manifest that cannot be read may have the step; `among`: it lies among those read."""
+    """Return whether an unreadable manifest may hold the step; `among`: one between those read."""
     last = known.head.seq if known.head is not None else -1
     missing_manifests = known.missing_manifests.intervals
     return bool(missing_manifests) and (among or missing_manifests[-1][1] - 1 > last)

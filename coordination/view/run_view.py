@@ -160,7 +160,7 @@ class RankView:
 
     @property
     def missing_manifests(self) -> Members:
-        """Manifests that are missing or damaged, by number."""
+        """Return the numbers of manifests that are missing or damaged."""
         return Members(
             subtract(merge_intervals((*find_gaps(self.seen), *self.unreadable)), self.seen)
         )
@@ -183,7 +183,7 @@ class RankView:
         )
 
     def without_steps(self) -> RankView:
-        """All but the recent steps, for who has sealed them."""
+        """Return a copy without the recent steps, after these were put into chunks."""
         bare = self.copy()
         bare.steps = {}
         return bare
@@ -269,7 +269,7 @@ class View:
         return self.attempts.get(attempt, {}).get(rank)
 
     def session(self, attempt: int, rank: int) -> str:
-        """Which process has written what there is; "" where that is not known."""
+        """Return the id of the session that wrote what there is; "" if it is not known."""
         known = self.rank(attempt, rank)
         return known.session.session if known is not None and known.session is not None else ""
 
@@ -279,13 +279,13 @@ class View:
                 yield attempt, rank, known
 
     def blocks(self, attempt: int, rank: int, key: StepKey) -> Blocks:
-        """What `rank` has of the step `key`, in order of time."""
+        """Return what `rank` has of the step `key`, in order of time."""
         known = self.rank(attempt, rank)
         recent = known.steps.get(key, ()) if known is not None else ()
         return join_blocks(self.sealed.get(attempt, NO_CHUNKS).blocks(key, rank), recent)
 
     def step(self, attempt: int, key: StepKey) -> dict[int, Blocks]:
-        """What each rank that has anything has of the step `key`."""
+        """Return, by rank, what each rank has of the step `key`."""
         found = self.sealed.get(attempt, NO_CHUNKS).step(key)
         for rank, known in self.attempts.get(attempt, {}).items():
             if key in known.steps:
@@ -293,7 +293,7 @@ class View:
         return found
 
     def entries(self, attempt: int, rank: int) -> Iterator[StepEntry]:
-        """All that `rank` has, in no order; what is in columns and of late may come twice."""
+        """Yield all entries of `rank`, in no order; recent ones that are in columns come twice."""
         known = self.rank(attempt, rank)
         for blocks in () if known is None else known.steps.values():
             yield from blocks
@@ -301,12 +301,12 @@ class View:
             yield from blocks
 
     def keys(self, attempt: int) -> set[StepKey]:
-        """Steps of which any rank has something stored."""
+        """Return the steps of which any rank has stored something."""
         recent = (known.steps for known in self.attempts.get(attempt, {}).values())
         return set(self.sealed.get(attempt, NO_CHUNKS).keys()).union(*recent)
 
     def drops(self, attempt: int, rank: int) -> dict[StepKey, frozenset[Drop]]:
-        """All that `rank` has dropped."""
+        """Return what `rank` has dropped, by step."""
         known = self.rank(attempt, rank)
         found = dict(known.drops) if known is not None else {}
         for drop in self.drop_logs.get(attempt, NO_DROPS).of_rank(rank):
@@ -315,7 +315,7 @@ class View:
         return found
 
     def canonical(self) -> bytes:
-        """Equal for equal views, whatever the order in which they were folded."""
+        """Return bytes that are equal for equal views, in whatever order facts were added."""
         return _bytes(
             [
                 (
@@ -363,7 +363,7 @@ def view_of_facts(facts: Iterable[Fact]) -> View:
 
 
 def merge(a: View, b: View) -> View:
-    """The view of all facts of `a` and of `b`; neither changes."""
+    """Return a view of all facts of `a` and `b`; neither changes."""
     attempts = {attempt: dict(ranks) for attempt, ranks in a.attempts.items()}
     for attempt, ranks in b.attempts.items():
         mine = attempts.setdefault(attempt, {})

@@ -25,7 +25,7 @@ async def read_in_order(
     read: Callable[[ManifestSpan], Awaitable[Sequence[RankManifest] | None]],
     take: Callable[[Sequence[RankManifest]], bool],
 ) -> None:
-    """Hand on what `spans` hold until `take` has enough, or a single manifest is None."""
+    """Pass the manifests of `spans` to `take` until it returns False or one is missing."""
     todo = deque(spans)
     got: dict[ManifestSpan, Sequence[RankManifest] | None] = {}
     while todo:

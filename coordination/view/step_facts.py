@@ -86,7 +86,7 @@ class StepFacts(NamedTuple):
 def progress_of_lost_ranks(
     view: View, attempt: int, expected: Members
 ) -> dict[int, dict[int, int]]:
-    """Of each rank that was lost, by its uploader's word, how far it had come (`RankView.passed`)."""
+    """Return how far each rank came (`RankView.passed`) that its uploader reported as lost."""
     return {
         rank: known.passed
         for rank, known in view.attempts.get(attempt, {}).items()
@@ -95,7 +95,7 @@ def progress_of_lost_ranks(
 
 
 def step_attempts(view: View, key: StepKey) -> tuple[int, ...]:
-    """Attempts that know of the step `key`, newest first."""
+    """Return the attempts that know of the step `key`, newest first."""
     return tuple(
         attempt
         for attempt in sorted(view.attempts, reverse=True)
@@ -106,12 +106,12 @@ def step_attempts(view: View, key: StepKey) -> tuple[int, ...]:
 
 
 def step_facts(view: View, attempt: int, key: StepKey, expected: Members) -> StepFacts | None:
-    """What `attempt` has of the step `key`; None when no rank knows of it."""
+    """Return what `attempt` has of the step `key`; None if no rank knows of it."""
     return all_step_facts(view, attempt, expected, (key,)).get(key)
 
 
 def may_be_superseded(view: View, attempt: int) -> bool:
-    """Whether a later attempt may have had any step of `attempt` anew, in what cannot be read of it."""
+    """Return whether unreadable manifests of a later attempt may repeat steps of `attempt`."""
     return any(
         known.missing_manifests
         for later, ranks in view.attempts.items()
@@ -121,7 +121,7 @@ def may_be_superseded(view: View, attempt: int) -> bool:
 
 
 def damaged_steps(view: View, attempt: int) -> dict[StepKey, set[int]]:
-    """Steps of which a part may be in a manifest that cannot be read, with the ranks that lack it.
+    """Return steps of which a part may be in an unreadable manifest, with the ranks concerned.
 
     Those that go on where records are missing. Of a rank whose session cannot be read, all that it has.
     """
@@ -230,7 +230,7 @@ class _CompletenessCheck:
         self._attempt, self._expected, self._lost = attempt, expected, lost
 
     def __call__(self, key: StepKey, row: StepRow | None, drops: Mapping[int, int]) -> StepFacts:
-        """`drops`: of each rank that dropped some of the step, the number it gave it."""
+        """Return the facts of a step. `drops`: the number that each dropping rank gave it."""
         numbers = _numbers(row, drops)
         return StepFacts(
             key,
@@ -257,7 +257,7 @@ class _CompletenessCheck:
         return Members(subtract(self._expected.intervals, whole))
 
     def _lost_before(self, key: StepKey, row: StepRow) -> Intervals:
-        """Lost, and neither by its own mode's count nor by the global one had it come there."""
+        """Return the lost ranks that had not reached the step by its mode's or the global count."""
         mode, number = key
         return to_intervals(
             rank
@@ -267,7 +267,7 @@ class _CompletenessCheck:
 
 
 def _numbers(row: StepRow | None, drops: Mapping[int, int]) -> dict[int, Iterable[int]]:
-    """Global numbers in order of the lowest rank that gave them, each with its ranks."""
+    """Return the global numbers in order of the lowest rank that gave them, with their ranks."""
     if row is not None and not drops:
         if not row.numbers:
             return {row.step: ()}

@@ -63,7 +63,7 @@ class StepIndex:
         return {digest for facts in self._facts.values() for digest in facts.layouts}
 
     def update(self, view: View, touched: Mapping[int, Iterable[StepKey]]) -> None:
-        """`touched`: by attempt, the steps of which `view` has learnt something."""
+        """Look again at `touched`: by attempt, the steps of which `view` has new facts."""
         for attempt in sorted({*touched, *self._expected}):
             keys = set(touched.get(attempt, ()))
             own = self._keys.setdefault(attempt, set())
@@ -79,27 +79,27 @@ class StepIndex:
                 self._judge(view, attempt, keys)
 
     def load(self, view: View) -> None:
-        """All that `view` knows, into an empty book."""
+        """Fill an empty index with all that `view` knows."""
         for attempt in sorted(view.attempts):
             self._expected[attempt] = expected_ranks(view, attempt)
             self._lost(view, attempt)
             self._judge(view, attempt, None)
 
     def _lost(self, view: View, attempt: int) -> bool:
-        """Whether ranks were lost since the last time, or a lost one turned out to have come further."""
+        """Return whether the lost ranks, or how far they came, changed since the last call."""
         found = progress_of_lost_ranks(view, attempt, self._expected[attempt])
         now = {rank: dict(passed) for rank, passed in found.items()}
         before, self._lost_at[attempt] = self._lost_at.get(attempt, {}), now
         return now != before
 
     def _doubt(self, view: View, attempt: int) -> bool:
-        """Whether that has changed since the last time."""
+        """Return whether the attempt has become superseded, or no longer is, since the last call."""
         before = self._doubted.get(attempt, False)
         self._doubted[attempt] = may_be_superseded(view, attempt)
         return self._doubted[attempt] != before
 
     def _damage(self, view: View, attempt: int) -> set[StepKey]:
-        """Steps of which that has changed."""
+        """Return the steps of which the damage has changed since the last call."""
         before, now = self._damaged.get(attempt, {}), damaged_steps(view, attempt)
         self._damaged[attempt] = now
         return {key for key in {*before, *now} if before.get(key) != now.get(key)}
@@ -143,7 +143,7 @@ class StepIndex:
         return self._latest.get(mode.value, -1)
 
     def find(self, number: int, mode: ModeKeys = GLOBAL) -> StepFacts | None:
-        """The step that a user of `mode` calls `number`."""
+        """Return the step that a user of `mode` calls `number`."""
         if mode is not GLOBAL:
             return self._facts.get((mode.value, number))
         found = [self._facts[key] for key in self._numbers.get(number, ())]
@@ -168,7 +168,7 @@ class StepIndex:
 
 
 def _may_come(view: View, reports: Reports, number: int, mode: ModeKeys) -> bool:
-    """Whether a rank that may still write has not passed that step."""
+    """Return whether a rank that may still write has not passed that step."""
     for attempt, of_ranks in reports.items():
         known = view.attempts.get(attempt, {})
         for rank, report in of_ranks.items():

@@ -34,7 +34,7 @@ def advance(
     *,
     base: View | None = None,
 ) -> Catalogue:
-    """The catalogue with the facts of `delta` and the layouts they name, as of `now`.
+    """Return the catalogue with the facts of `delta` and the layouts they name, as of `now`.
 
     `base` is a newer snapshot, to take the place of the one so far.
     """
@@ -74,7 +74,7 @@ def advance(
 
 
 def mark_damaged(old: Catalogue, segment: str) -> Catalogue:
-    """The catalogue once it is known that not all of `segment` can be read."""
+    """Return the catalogue in which steps with data in `segment` are damaged."""
     new = replace(old, spoiled=old.spoiled | {segment})
     attempts = ((a, known) for a in new.expected for known in new.view.attempts.get(a, {}))
     touched = {
@@ -93,7 +93,7 @@ def _assessed(catalogue: Catalogue, touched: set[StepKey]) -> Catalogue:
 
 
 def touched_steps(delta: View) -> Iterator[tuple[int, StepKey]]:
-    """Attempt and key of each step that recent facts of `delta` are about."""
+    """Yield attempt and key of each step that has facts in `delta`."""
     for attempt, ranks in delta.attempts.items():
         for key in set().union(*(known.steps for known in ranks.values())):
             yield attempt, key
@@ -106,7 +106,7 @@ def _drops(view: View, attempt: int) -> Iterator[Mapping[StepKey, object]]:
 
 
 def _beyond(view: View, base: View) -> View:
-    """What `view` has read of the ranks that `base` may not know of."""
+    """Return what `view` has read of the ranks that `base` may lack."""
     found = View()
     for attempt, rank, known in view.ranks():
         covered = base.rank(attempt, rank)
@@ -117,7 +117,7 @@ def _beyond(view: View, base: View) -> View:
 
 
 def _rebased(old: View, new: View, attempt: int) -> set[StepKey]:
-    """Steps that may have changed with the snapshot."""
+    """Return the steps that may have changed with the snapshot."""
     before, after = old.sealed.get(attempt, NO_CHUNKS), new.sealed.get(attempt, NO_CHUNKS)
     touched = {
         (chunk.ref.mode, mode_step)

@@ -21,7 +21,7 @@ C = TypeVar("C", bound=type)
 
 
 def plain_arguments(kind: C) -> C:
-    """Every public method of the class gets its steps, modes and workers as plain values."""
+    """Convert the steps, modes and workers given to each public method of the class."""
     for name, method in list(vars(kind).items()):
         if not name.startswith("_") and inspect.isfunction(method):
             setattr(kind, name, _wrapped(method))

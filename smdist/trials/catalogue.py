@@ -99,7 +99,7 @@ class Catalogue:
 
     @cached_property
     def by_number(self) -> dict[int, StepFacts]:
-        """Global number -> step, in order of number.
+        """Return the steps by global number, in order.
 
         Two steps can claim one number when attempts or ranks interleaved their modes differently;
         the newer attempt, then the lower rank is followed. The other keeps its mode's number.
@@ -119,14 +119,14 @@ class Catalogue:
         return found
 
     def of_mode(self, mode: ModeKeys) -> Mapping[int, StepFacts]:
-        """Step numbers as the user of `mode` counts them, in order."""
+        """Return the steps by number as users of `mode` count, in order."""
         return self.by_number if mode is GLOBAL else self._mode_steps.get(mode.value, {})
 
     def step(self, number: int, mode: ModeKeys) -> StepFacts | None:
         return self.of_mode(mode).get(number)
 
     def require(self, number: int, mode: ModeKeys) -> StepFacts:
-        """That step; StepUnavailable or StepNotYetAvailable when nothing of it is here."""
+        """Return that step; raise StepUnavailable or StepNotYetAvailable if nothing of it is here."""
         facts = self.step(number, mode)
         if facts is not None:
             return facts
@@ -151,7 +151,7 @@ class Catalogue:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks of which there is any sign."""
+        """Return the ranks that have started."""
         return tuple(sorted({rank for a in self.attempts for rank in self.view.attempts[a]}))
 
     @cached_property
@@ -163,7 +163,7 @@ class Catalogue:
 
     @cached_property
     def finished(self) -> bool:
-        """No rank may still write."""
+        """Return whether no rank may still write."""
         reports = [r for attempt in self._reports.values() for r in attempt.values()]
         if not reports:
             return self.now - self.since > self.timeouts.lost_after_s
@@ -173,7 +173,7 @@ class Catalogue:
         return missing_ranks(self.view, facts, self.reports(facts.attempt))
 
     def may_still_write(self, facts: StepFacts, rank: int) -> bool:
-        """Whether more of that step may come from `rank`."""
+        """Return whether `rank` may still add to that step."""
         return rank in facts.absent and self._awaited(facts, rank)
 
     def settled(self, facts: StepFacts) -> bool:
@@ -190,7 +190,7 @@ class Catalogue:
 
     @cached_property
     def _pending(self) -> dict[int, list[int]]:
-        """By attempt, the ranks that may still write."""
+        """Return, by attempt, the ranks that may still write."""
         return {
             attempt: [rank for rank, report in reports.items() if report.pending]
             for attempt, reports in self._reports.items()
@@ -212,7 +212,7 @@ class Catalogue:
         return StepState.UNAVAILABLE if started else StepState.NOT_YET_AVAILABLE
 
     def next_step(self, number: int, mode: ModeKeys) -> int | None:
-        """The first saved step from `number` on."""
+        """Return the first saved step from `number` on."""
         steps = list(self.of_mode(mode))
         place = bisect_left(steps, number)
         return steps[place] if place < len(steps) else None
@@ -233,7 +233,7 @@ class Catalogue:
 
     @cached_property
     def members(self) -> dict[str, set[str]]:
-        """Collection -> names of the tensors that were saved as its members."""
+        """Return the names of the tensors that were saved as members, by collection."""
         found: dict[str, set[str]] = {}
         for digest in {digest for facts in self.steps.values() for digest in facts.layouts}:
             index = self.layouts.get(digest)
@@ -247,7 +247,7 @@ class Catalogue:
         return index.positions if index is not None else {}
 
     def unread(self, facts: StepFacts, rank: int | None = None) -> str:
-        """A layout of the step (of that rank's share of it) that could not be read, "" for none."""
+        """Return an unreadable layout of the step, or of that rank's part; "" if there is none."""
         named: Iterable[str] = facts.layouts
         if rank is not None and any(digest not in self.layouts for digest in named):
             blocks = self.view.blocks(facts.attempt, rank, facts.key)
@@ -255,7 +255,7 @@ class Catalogue:
         return next((digest for digest in named if digest not in self.layouts), "")
 
     def damaged(self, facts: StepFacts) -> set[int]:
-        """Ranks of which a layout or a segment of that step could not be read."""
+        """Return the ranks of which a layout or a segment of that step could not be read."""
         if not self.spoiled and facts.layouts <= self.layouts.keys():
             return set()
         return {
@@ -269,7 +269,7 @@ class Catalogue:
         return any(name in self._positions(digest) for digest in facts.layouts)
 
     def find(self, facts: StepFacts, name: str, rank: int) -> TensorLocation | None:
-        """The tensor as `rank` wrote it in that step; the newest, if it wrote it several times."""
+        """Return the tensor as `rank` wrote it in that step; the newest if it wrote several."""
         if not self.has(facts, name):
             return None
         blocks = self.view.blocks(facts.attempt, rank, facts.key)
@@ -288,11 +288,11 @@ class Catalogue:
         return None
 
     def holders(self, facts: StepFacts, name: str) -> Iterator[TensorLocation]:
-        """The tensor of that step on every rank that has it, in order of rank."""
+        """Yield the tensor of that step on every rank that has it, in order of rank."""
         yield from self.all_holders(facts, (name,))
 
     def all_holders(self, facts: StepFacts, names: Iterable[str]) -> Iterator[TensorLocation]:
-        """So for each of `names`, in their order."""
+        """Yield each tensor of `names`, in their order, on every rank that has it."""
         names = [name for name in names if self.has(facts, name)]
         if names:
             blocks = sorted(self.view.step(facts.attempt, facts.key).items())

@@ -59,12 +59,12 @@ class PointerObservation:
 
 
 def fresh_for_s(pointer: Pointer) -> float:
-    """As long as this nothing else needs to be known."""
+    """Return for how long after a move the pointer alone proves that its writer works."""
     return min(pointer.interval_s, _LEASE_S)
 
 
 def stale_after_s(pointer: Pointer) -> float:
-    """After this the manifests are to be looked at, whatever the lease says."""
+    """Return after how long without a move the manifests are read, whatever the lease says."""
     return _INTERVALS * pointer.interval_s + _MARGIN_S
 
 

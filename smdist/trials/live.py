@@ -111,13 +111,13 @@ class LiveTrial:
             self._loader.confirm()
 
     def _spoiled(self, error: StoreError) -> None:
-        """A segment is missing or damaged: what it has is not complete any more."""
+        """Report a missing or damaged segment: steps with data in it are no longer complete."""
         with self._refreshing:
             self._unreadable[error.key] = f"{error.key} cannot be read: {error}"
             self.catalogue = mark_damaged(self.catalogue, error.key)
 
     def troubles_of_objects(self) -> dict[str, str]:
-        """By key: what could not be read, for good or until now."""
+        """Return, by key, the objects that could not be read."""
         absent: dict[str, str] = {}
         for attempt, rank, known in self.catalogue.view.ranks():
             for seq in islice(known.missing_manifests, _MOST_TOLD):
@@ -173,7 +173,7 @@ class LiveTrial:
         return True
 
     def ask(self, query: Callable[[Catalogue], T]) -> T:
-        """`query` of one catalogue; of the next one if this one has not come so far."""
+        """Answer `query` from the catalogue; after one refresh if the step is not there yet."""
         try:
             return query(self.catalogue)
         except StepNotYetAvailable:
@@ -191,7 +191,7 @@ class LiveTrial:
 
     @property
     def loaded_all_steps(self) -> bool:
-        """The job has ended, every rank of it or it was lost, and all it wrote is in view."""
+        """Return whether every rank has ended or was lost, and all that they wrote is in view."""
         if not self.catalogue.finished:
             self.refresh_if_live()
         return self.catalogue.finished
@@ -231,7 +231,7 @@ class LiveTrial:
     def next_saved_step(
         self, step: int, mode: ModeKeys = GLOBAL, timeout_s: float | None = None
     ) -> int | None:
-        """The first AVAILABLE step from `step` on, waited for; None when the job ends before it."""
+        """Wait for the first AVAILABLE step from `step` on; None if the job ends before it."""
         for _ in self._polls(_deadline(timeout_s), f"a step from {step} on"):
             found = self.catalogue.next_step(step, mode)
             if found is None:

@@ -25,13 +25,13 @@ _MANIFEST = re.compile(r"manifests/(worker_\d+)/(\d+)-(\d+)\.json")
 
 
 def summary_of(key: str) -> str:
-    """The summary in which the content of a manifest may be; empty for what is no manifest."""
+    """Return the key of the summary that may hold a manifest; "" for any other object."""
     match = _MANIFEST.fullmatch(key)
     return summary_key(match[1], int(match[2])) if match else ""
 
 
 def span_of(key: str) -> str:
-    """The shortest span in which the content of a manifest may be."""
+    """Return the key of the shortest span that may hold a manifest; "" for any other object."""
     match = _MANIFEST.fullmatch(key)
     if match is None:
         return ""
@@ -55,7 +55,7 @@ class InlineValues:
         self._of_no_use: set[str] = set()
 
     def attached(self, key: str, data: bytes) -> bytes:
-        """What the manifest at `key` carried. Its place may be that of another run by now."""
+        """Return the segment in a manifest; raise CorruptObject if another run has replaced it."""
         manifest = decode(data, RankManifest, key, self._store.url)
         if self._session(key) not in ("", manifest.session):
             detail = "another run was begun in this place after the trial was opened"
@@ -63,7 +63,7 @@ class InlineValues:
         return manifest.attached
 
     async def load(self, key: str) -> dict[str, bytes]:
-        """By the key of the manifest, what it carried. Empty when there is no such summary, or span."""
+        """Read a summary or span: the segments in its manifests by key; {} if it is missing."""
         if key in self._of_no_use:
             return {}
         try:

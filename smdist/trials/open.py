@@ -38,7 +38,7 @@ def create_trial(
     index_mode: bool = True,
     cache: bool = True,
 ) -> Trial:
-    """The trial of the run at `path` (or `out_dir`): a directory or an s3:// URL.
+    """Open the trial of the run at `path` (or `out_dir`): a directory or an s3:// URL.
 
     `range_steps` `(first, end)` leaves out other global steps, `end` too. `attempt` shows that start
     of the job alone; without it each step is shown from the newest attempt that has it. A rank of

@@ -26,20 +26,20 @@ __all__ = ["merged", "reduce_all", "reduction_name", "saved_reductions"]
 
 
 def _float(number: float) -> np.float64:
-    """A float that also has what arrays have, such as `item()`."""
+    """Return a float that has the methods of arrays, such as `item()`."""
     result: np.float64 = np.float64(number)
     return result
 
 
 def reduction_name(name: str, absolute: bool = False) -> str:
-    """The one name of a reduction; ConfigurationError when there is no such reduction."""
+    """Return the canonical name of a reduction; raise ConfigurationError if there is none."""
     return canonical_reduction(f"abs_{name}" if absolute and not name.startswith("abs_") else name)
 
 
 def _measured(
     found: Sequence[TensorLocation], names: Sequence[str], reader: SegmentReader
 ) -> list[StatisticsRow | None]:
-    """Statistics that suffice for `names`, of each; None where neither those nor raw were saved."""
+    """Return statistics that suffice for `names`, or None without statistics and raw values."""
     rows: list[StatisticsRow | None] = [None] * len(found)
     saved = [place for place, one in enumerate(found) if _suffices(one, names)]
     for place, row in zip(saved, reader.rows([found[i] for i in saved]), strict=True):
@@ -66,7 +66,7 @@ def _suffices(one: TensorLocation, names: Sequence[str]) -> bool:
 def reduce_all(
     found: Sequence[TensorLocation], names: Sequence[str], reader: SegmentReader
 ) -> list[dict[str, np.float64] | None]:
-    """The reductions `names` (canonical) of each; None where nothing to compute them from is."""
+    """Return the reductions `names` (canonical) of each; None if there is nothing to compute from."""
     return [
         None if row is None else {name: _float(derive(row[1], row[0], name)) for name in names}
         for row in _measured(found, names, reader)
@@ -74,7 +74,7 @@ def reduce_all(
 
 
 def merged(found: Sequence[TensorLocation], name: str, reader: SegmentReader) -> np.float64 | None:
-    """One reduction of all of `found` together, as if they were one tensor."""
+    """Return one reduction of all of `found`, as if they were one tensor."""
     needed = columns_for([name])
     if derivable(name, (*COLUMNS, "prod")):
         rows = _measured(found, [name], reader)
@@ -90,7 +90,7 @@ def merged(found: Sequence[TensorLocation], name: str, reader: SegmentReader) ->
 
 
 def saved_reductions(found: TensorLocation, reader: SegmentReader) -> dict[str, np.float64]:
-    """All that derives from the saved statistics, raw values untouched."""
+    """Return all reductions that derive from the saved statistics, without raw values."""
     if found.tensor.row < 0:
         return {}
     ((columns, row),) = reader.rows([found])

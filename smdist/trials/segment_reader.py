@@ -81,7 +81,7 @@ class ReadRequest(NamedTuple):
 def plan_reads(
     wanted: Sequence[ObjectRange], gap: int = GAP, span: int = SPAN
 ) -> list[ReadRequest]:
-    """Requests that cover `wanted`. Ranges up to `gap` apart share one of at most `span` bytes.
+    """Plan requests that cover `wanted`. Ranges up to `gap` apart share one of `span` bytes.
 
     A range is never split, so one larger than `span` is a request of its own size.
     """
@@ -167,7 +167,7 @@ class SegmentReader:
         self._damaged = damaged
 
     def keep(self, attached: Mapping[str, bytes]) -> None:
-        """Segments that came with their manifests, by the keys of these."""
+        """Keep segments that came in manifests, by the keys of these."""
         for key, data in attached.items():
             self._cache.put(key, data)
 
@@ -180,7 +180,7 @@ class SegmentReader:
             raise
 
     def values(self, found: Sequence[TensorLocation]) -> list[Array]:
-        """The raw tensors, checksums verified. All of `found` must have raw bytes."""
+        """Return the raw tensors, checksums verified. All of `found` must have raw bytes."""
         with self._telling():
             return [value for batch in _batches(found) for value in self._values(batch)]
 
@@ -206,7 +206,7 @@ class SegmentReader:
             self._fetch(wanted)
 
     def rows(self, found: Sequence[TensorLocation]) -> list[StatisticsRow]:
-        """What was measured of each. All of `found` must have a row in the statistics."""
+        """Return the statistics of each. All of `found` must have a row in the statistics."""
         with self._telling():
             return self._rows(found)
 
@@ -232,14 +232,14 @@ class SegmentReader:
     def _read(
         self, found: Sequence[TensorLocation], spans: Sequence[DataRanges | None]
     ) -> Iterator[tuple[TensorLocation, bytes, bytes]]:
-        """The bytes and the checksum of each; a block's checksums are read together if few."""
+        """Yield the bytes and the checksum of each; few checksums of a block are read together."""
         parts = [_parts(one, span) for one, span in zip(found, spans, strict=True)]
         data = self._fetch([want for part in parts for want in part[:2]])
         for place, (one, (_, _, at)) in enumerate(zip(found, parts, strict=True)):
             yield one, data[2 * place], data[2 * place + 1][at : at + 4]
 
     def _fetch(self, wanted: Sequence[ObjectRange]) -> list[bytes]:
-        """The bytes of each range, from the cache or by as few requests as `plan_reads` finds."""
+        """Return the bytes of each range, from the cache or by the requests of `plan_reads`."""
         data: dict[ObjectRange, bytes] = {}
         absent: list[ObjectRange] = []
         for want in dict.fromkeys(wanted):
@@ -270,7 +270,7 @@ class SegmentReader:
     def _read_here(
         self, store: HasBlockingRead, requests: Sequence[ReadRequest], take: Take
     ) -> None:
-        """Object by object; if many, some at once, as the disk of a directory may be far away."""
+        """Read object by object; many of them in threads, as a directory may be on a remote disk."""
 
         def read(key: str, group: Sequence[ReadRequest]) -> None:
             if not key.startswith(_ATTACHED):
@@ -302,7 +302,7 @@ class SegmentReader:
             take(request, got)
 
         async def found_in(summary: str, group: Sequence[ReadRequest]) -> list[ReadRequest]:
-            """What it does not hold is left."""
+            """Read a summary or span; return the requests that it does not answer."""
             async with few:
                 known = await self._numbers.load(summary)
                 self.keep(known)
@@ -337,7 +337,7 @@ class SegmentReader:
             raise
 
     def _by_summary(self, requests: Sequence[ReadRequest]) -> dict[str, list[ReadRequest]]:
-        """By the summary that has it too; "" for what is no number, or is here already."""
+        """Group requests by the summary that holds the same; "" for segments and cached values."""
         found: dict[str, list[ReadRequest]] = {}
         for request in requests:
             key = request.range.key
@@ -360,7 +360,7 @@ def _several(requests: Sequence[ReadRequest]) -> bool:
 
 
 def _batches(found: Sequence[TensorLocation]) -> Iterator[list[TensorLocation]]:
-    """So many at a time that what was fetched but not decoded yet stays small."""
+    """Yield batches that limit how many bytes are fetched and not decoded yet."""
     batch: list[TensorLocation] = []
     nbytes = 0
     for one in found:
@@ -374,7 +374,7 @@ def _batches(found: Sequence[TensorLocation]) -> Iterator[list[TensorLocation]]:
 
 
 def _parts(one: TensorLocation, spans: DataRanges | None) -> tuple[ObjectRange, ObjectRange, int]:
-    """The range of the data, that of the checksum, and where the latter is in what it reads."""
+    """Return the range of the data, that of the checksum, and the checksum's place in it."""
     if spans is None:
         raise ValueError(f"{one.tensor.name!r} has no such data in this block")
     key, offset = one.entry.segment, one.entry.offset

@@ -84,7 +84,7 @@ class SnapshotCache:
         )
 
     async def newest(self, run_id: str) -> Snapshot | None:
-        """The snapshot that the pointer names; the one before if that cannot be read.
+        """Return the snapshot that the pointer names; the one before if that cannot be read.
 
         One of another run is none: its folder was used before.
         """
@@ -132,7 +132,7 @@ class SnapshotCache:
         return Snapshot(pointer, head.writer, view, layouts)
 
     async def writer_state(self, snapshot: Snapshot) -> WriterState:
-        """Whether what it does not say was there a moment ago."""
+        """Return whether the writer of a snapshot still works."""
         pointer, age_s = snapshot.pointer, self._observation.age_s(self.clock())
         if not pointer.interval_s:  # whoever wrote it did not stay
             return "gone"
@@ -210,7 +210,7 @@ class SnapshotCache:
         self.troubles[key] = f"{key} was ignored, the manifests were read instead: {error}"
 
     async def _successor(self, gone: Chunk) -> Columns | None:
-        """The steps of a chunk that was removed, out of those that the newest snapshot names."""
+        """Read the steps of a removed chunk from the chunks that the newest snapshot names."""
         pointer = await self._pointer()
         if pointer is None:
             return None
@@ -272,7 +272,7 @@ class ManifestFallback:
         self._lock = asyncio.Lock()
 
     async def columns(self, chunk: Chunk) -> Columns:
-        """Those of a chunk, as far as there are manifests."""
+        """Build the columns of a chunk, as far as there are manifests."""
         wanted = {step: Members(row.ranks) for step, row in chunk.rows.items()}
         spans = {span for ranks in wanted.values() for span in ranks.intervals}
         await self._load(chunk.attempt, Members(merge_intervals(spans)))

@@ -47,7 +47,7 @@ class Tensor:
     # -- where -------------------------------------------------------------------------------
 
     def steps(self, mode: ModeKeys = GLOBAL, show_incomplete_steps: bool = False) -> list[int]:
-        """Steps with this tensor on any rank; those that are not COMPLETE only when asked for."""
+        """Return the COMPLETE steps with this tensor on any rank; incomplete ones on request."""
         return list(self._steps(self.trial.catalogue, mode, show_incomplete_steps))
 
     def _steps(
@@ -60,13 +60,13 @@ class Tensor:
         }
 
     def prev_steps(self, step: int, n: int | None = None, mode: ModeKeys = GLOBAL) -> list[int]:
-        """The last `n` steps up to and including `step`, or all of them."""
+        """Return the last `n` steps up to and including `step`, or all of them."""
         steps = self.steps(mode)
         before = steps[: bisect_right(steps, step)]
         return before if n is None else before[max(0, len(before) - n) :]
 
     def workers(self, step_num: int, mode: ModeKeys = GLOBAL) -> list[str]:
-        """Workers that have it at that step, in order of rank."""
+        """Return the workers that have it at that step, in order of rank."""
         return [worker_name(one.rank) for one in self._holders(step_num, mode, partial=True)]
 
     # -- values ------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ class Tensor:
     def values(
         self, mode: ModeKeys = GLOBAL, worker: Worker = None, show_incomplete_steps: bool = False
     ) -> dict[int, Array]:
-        """Step -> value: of `worker` every step it has, without one the COMPLETE steps."""
+        """Return values by step: every step that `worker` has; without one the COMPLETE steps."""
         found = self._over_steps(mode, worker, show_incomplete_steps)
         raw = {number: one for number, one in found.items() if one.tensor.offset >= 0}
         if found and not raw:
@@ -103,7 +103,7 @@ class Tensor:
     def shapes(
         self, mode: ModeKeys = GLOBAL, worker: Worker = None, show_incomplete_steps: bool = False
     ) -> dict[int, tuple[int, ...]]:
-        """Step -> shape, of the steps that `values` has."""
+        """Return shapes by step, for the steps that `values` returns."""
         found = self._over_steps(mode, worker, show_incomplete_steps)
         return {number: one.tensor.shape for number, one in found.items()}
 
@@ -117,7 +117,7 @@ class Tensor:
         worker: Worker = None,
         abs: bool = False,
     ) -> np.float64:
-        """As saved, else computed from the raw value: the same number either way."""
+        """Return a reduction as saved, else computed from the raw value: the same number."""
         name = _reduction(reduction_name, abs)
         found = self.locate(step_num, mode, worker)
         (reduced,) = reduce_all([found], [name], self.trial.reader)
@@ -128,7 +128,7 @@ class Tensor:
     def reduction_values(
         self, step_num: int, mode: ModeKeys = GLOBAL, worker: Worker = None
     ) -> dict[tuple[str, bool], np.float64]:
-        """`(name, abs)` -> value, for everything the saved statistics say; {} without any."""
+        """Return `(name, abs)` -> value for all saved statistics; {} if there are none."""
         found = self.locate(step_num, mode, worker)
         return {
             (name.removeprefix("abs_"), name.startswith("abs_")): value
@@ -138,7 +138,7 @@ class Tensor:
     # -- all ranks at one step ---------------------------------------------------------------
 
     def stack(self, step_num: int, mode: ModeKeys = GLOBAL, *, partial: bool = False) -> Array:
-        """One array `[ranks, *shape]` in order of rank; `workers(step)` names its rows.
+        """Return one array `[ranks, *shape]` in order of rank; `workers(step)` names its rows.
 
         Of a step that is not COMPLETE only when `partial` says so.
         """
@@ -161,7 +161,7 @@ class Tensor:
         abs: bool = False,
         partial: bool = True,
     ) -> dict[str, float]:
-        """Worker -> reduction of its tensor, for every rank that has it, in order of rank."""
+        """Return the reduction of each worker's tensor, in order of rank."""
         name = _reduction(reduction_name, abs)
         found = self._holders(step_num, mode, partial)
         reduced = reduce_all(found, [name], self.trial.reader)
@@ -179,7 +179,7 @@ class Tensor:
         abs: bool = False,
         partial: bool = False,
     ) -> np.float64:
-        """One reduction over all elements of all ranks, exact, from their statistics."""
+        """Return one reduction over all elements of all ranks, exact, from their statistics."""
         name = _reduction(reduction_name, abs)
         found = self._holders(step_num, mode, partial)
         reduced = merged(found, name, self.trial.reader)
@@ -224,7 +224,7 @@ class Tensor:
     def locate(
         self, step_num: int, mode: ModeKeys = GLOBAL, worker: Worker = None
     ) -> TensorLocation:
-        """Where it lies at a step, and what of it was saved."""
+        """Return where it lies at a step, and what of it was saved."""
         rank = None if worker is None else self.trial.rank_of(worker)
         return self.trial.ask(lambda catalogue: self._find(catalogue, step_num, mode, rank))
 

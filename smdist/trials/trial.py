@@ -87,7 +87,7 @@ class Trial(LiveTrial):
         regex: str | Sequence[str] | None = None,
         collection: str | Collection | None = None,
     ) -> list[str]:
-        """Names of saved tensors, sorted: of a step, of a mode, that any regex finds, of a collection.
+        """Return sorted names of saved tensors, filtered by step, mode, regex or collection.
 
         `show_prefixed_tensors` is taken for the sake of older scripts; nothing is ever hidden.
         """
@@ -115,7 +115,7 @@ class Trial(LiveTrial):
         return set(catalogue.names) if mode is GLOBAL else catalogue.names_of(steps.values())
 
     def _members(self, catalogue: Catalogue, collection: str | Collection) -> set[str]:
-        """Tensors saved as members; of a collection that the run does not know, those it matches."""
+        """Return tensors saved as members; for a collection unknown to the run, those it matches."""
         name = collection if isinstance(collection, str) else collection.name
         if name == CollectionKeys.ALL:
             return set(catalogue.names)
@@ -155,7 +155,7 @@ class Trial(LiveTrial):
         workers: Iterable[str | int] | None = None,
         mode: ModeKeys = GLOBAL,
     ) -> dict[str, dict[int, dict[str, Array]]]:
-        """Many raw values with few requests: name -> step -> worker -> value.
+        """Read many raw values with few requests: name -> step -> worker -> value.
 
         None means all there are, of incomplete steps too. What was not saved is left out.
         """
@@ -170,7 +170,7 @@ class Trial(LiveTrial):
         return result
 
     def inputs(self, step: int, mode: ModeKeys = GLOBAL) -> list[Array]:
-        """What the model was given at a step: the collection `inputs`, in order of its numbers."""
+        """Return the inputs of the model at a step: the collection `inputs`, in numeric order."""
         return self._batch(step, mode, collection=CollectionKeys.INPUTS)
 
     def labels(self, step: int, mode: ModeKeys = GLOBAL) -> list[Array]:
@@ -191,7 +191,7 @@ class Trial(LiveTrial):
         mode: ModeKeys = GLOBAL,
         reductions: Sequence[str] = REDUCTIONS,
     ) -> Any:
-        """A pandas DataFrame: one row for each tensor of each rank at each step.
+        """Build a pandas DataFrame: one row for each tensor of each rank at each step.
 
         `value` is that of tensors with one element. Reductions come from saved statistics; tensors
         that were only saved raw are read for them.
@@ -228,7 +228,7 @@ class Trial(LiveTrial):
     # -- steps -------------------------------------------------------------------------------
 
     def steps(self, mode: ModeKeys = GLOBAL, show_incomplete_steps: bool = False) -> list[int]:
-        """COMPLETE steps, or all of which any rank has something."""
+        """Return the COMPLETE steps, or all of which any rank has something."""
 
         def query() -> list[int]:
             steps = self.catalogue.of_mode(mode).items()
@@ -238,7 +238,7 @@ class Trial(LiveTrial):
 
     @property
     def last_complete_step(self) -> int:
-        """Greatest global step that is COMPLETE, -1 for none."""
+        """Return the greatest global step that is COMPLETE, -1 if there is none."""
         return self.catalogue.last_complete_step
 
     @property
@@ -246,7 +246,7 @@ class Trial(LiveTrial):
         return self.catalogue.range_steps
 
     def modes(self) -> list[ModeKeys]:
-        """Modes with saved steps, GLOBAL left out."""
+        """Return the modes with saved steps, without GLOBAL."""
         return [mode for mode in self.catalogue.saved_modes if mode is not GLOBAL]
 
     def mode(self, global_step: int) -> ModeKeys | None:
@@ -275,7 +275,7 @@ class Trial(LiveTrial):
             return None
 
     def missing(self, step: int, mode: ModeKeys = GLOBAL) -> dict[int, MissingReason]:
-        """Rank -> why it is missing from that step; {} exactly when the step is COMPLETE."""
+        """Return why each missing rank is missing from that step; {} if the step is COMPLETE."""
 
         def query(catalogue: Catalogue) -> dict[int, MissingReason]:
             return catalogue.missing(catalogue.require(step, mode))
@@ -283,21 +283,21 @@ class Trial(LiveTrial):
         return self.ask(query)
 
     def disagreements(self) -> list[Disagreement]:
-        """Steps to which ranks gave different global numbers; the lowest rank's is used."""
+        """Return steps to which ranks gave different global numbers; the lowest rank's is used."""
         steps = sorted(self.catalogue.steps.items())
         return [facts.disagreement for _, facts in steps if facts.disagreement is not None]
 
     # -- ranks -------------------------------------------------------------------------------
 
     def workers(self) -> list[str]:
-        """Workers that have started, in order of rank."""
+        """Return the workers that have started, in order of rank."""
         if not self.catalogue.ranks:
             self.refresh_if_live()
         return [worker_name(rank) for rank in self.catalogue.ranks]
 
     @property
     def num_workers(self) -> int:
-        """How many ranks of the newest attempt save."""
+        """Return how many ranks of the newest attempt save."""
         return max(
             (len(self.catalogue.expected[a]) for a in self.catalogue.attempts[-1:]), default=0
         )
@@ -312,16 +312,16 @@ class Trial(LiveTrial):
         return rank
 
     def ranks(self, attempt: int | None = None) -> dict[int, RankReport]:
-        """How each rank stood at the last refresh, in the newest attempt or in `attempt`."""
+        """Return a report of each rank as of the last refresh, of the newest attempt or `attempt`."""
         newest = self.catalogue.attempts[-1] if self.catalogue.attempts else 0
         return dict(self.catalogue.reports(newest if attempt is None else attempt))
 
     def attempts(self) -> list[AttemptInfo]:
-        """The job's starts: one, and one more for each time that it was resumed or restarted."""
+        """Return the starts of the job: one, and one more for each resume or restart."""
         return [attempt_info(self.catalogue, attempt) for attempt in self.catalogue.attempts]
 
     def troubles(self) -> dict[str, list[str]]:
-        """What went wrong beside the training: worker -> messages; "" for unreadable objects."""
+        """Return problems beside the training: worker -> messages; "" for unreadable objects."""
         found: dict[str, list[str]] = {}
         for _, rank, known in self.catalogue.view.ranks():
             for _, _, message in sorted(known.troubles):
@@ -339,11 +339,11 @@ class Trial(LiveTrial):
     thinned = sampling_changes
 
     def dropped(self) -> list[DroppedTensors]:
-        """What was not saved and why, mostly want of room, in order of attempt, rank and step."""
+        """Return what was not saved and why, in order of attempt, rank and step."""
         return dropped(self.catalogue)
 
     def describe(self) -> str:
-        """The run in a few lines, for people."""
+        """Describe the run in a few lines."""
         return describe(self.name, self.path, self.catalogue, self.troubles())
 
 

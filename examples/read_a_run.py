@@ -19,7 +19,7 @@ from smdist.trials import Trial
 
 
 def brief(text: str, most: int = 120) -> str:
-    """The error that ended a rank may be a page long."""
+    """Shorten the error that ended a rank: it may be a page long."""
     line = text.strip().partition("\n")[0]
     return printable(line if len(line) <= most else f"{line[:most]} ...")
 

@@ -1,7 +1,8 @@
-"""`import smdist.pytorch as smd`: all that a PyTorch training script needs."""
+"""Everything a PyTorch training script needs: `import smdist.pytorch as smd`."""
 
 from __future__ import annotations
 
+import os
 from os import PathLike
 
 from smdist.config.collection import CollectionKeys
@@ -34,14 +35,14 @@ _current: Hook | None = None
 def get_hook(
     json_config_path: str | PathLike[str] | None = None, create_if_not_exists: bool = False
 ) -> Hook | None:
-    """The hook that `set_hook` was given, or (`create_if_not_exists`) one from the configuration
-    file; None where there is neither."""
-    global _current
-    if _current is None and create_if_not_exists:
-        import os
+    """Return the hook that `set_hook` was given.
 
-        if json_config_path is not None or config_file(None, os.environ)[0].exists():
-            _current = Hook.create_from_json_file(json_config_path)
+    Without one, `create_if_not_exists` builds it from the configuration file; None if there is no file.
+    """
+    global _current
+    configured = json_config_path is not None or config_file(None, os.environ)[0].exists()
+    if _current is None and create_if_not_exists and configured:
+        _current = Hook.create_from_json_file(json_config_path)
     return _current
 
 
@@ -51,6 +52,6 @@ def set_hook(custom_hook: Hook) -> None:
 
 
 def del_hook() -> None:
-    """Forget the hook; it is not closed by that."""
+    """Forget the hook without closing it."""
     global _current
     _current = None

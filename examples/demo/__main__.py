@@ -147,7 +147,7 @@ def main() -> int:
 
 
 def stored(out: Path) -> Path:
-    """The S3 server keeps objects as files, so what it held can be read without it."""
+    """Return where the run is: the S3 server keeps objects as files, so it can be read without it."""
     return Path(out, "s3", BUCKET, "run")
 
 

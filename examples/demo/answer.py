@@ -65,7 +65,7 @@ def others_median(norms: Mapping[str, float], worker: str) -> float:
 
 
 def find_outlier(norms: Norms) -> Finding | None:
-    """The first step at which all gradients of a rank together are far above the other ranks'.
+    """Return the first step at which all gradients of a rank are far above the other ranks'.
 
     Of its tensors, the one that shows it most.
     """
@@ -136,7 +136,7 @@ def picture(norms: Norms, tensor: str) -> Text:
 
 
 def losses(trial: Trial, finding: Finding) -> Text:
-    """What rank 0 saw, whose loss is the one that jobs usually print, and what the other one saw."""
+    """Return the losses of rank 0, which jobs usually print, and those of the other rank."""
     (name,) = trial.tensor_names(collection="losses")
     numbers = [finding.step + offset for offset in (-2, -1, 0, 1, 2)]
     text = Text("loss at step ", style="dim")

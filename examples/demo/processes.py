@@ -26,7 +26,7 @@ _CREDENTIALS = {"AWS_ACCESS_KEY_ID": "demo", "AWS_SECRET_ACCESS_KEY": "not-a-sec
 
 @contextlib.contextmanager
 def s3_server(out: Path) -> Iterator[str]:
-    """A real S3 server on the loopback interface; its URL. Objects are files below `out/s3`."""
+    """Run a real S3 server on the loopback interface; yield its URL. Objects are files below `out/s3`."""
     data = out / "s3"
     (data / BUCKET).mkdir(parents=True)
     with socket.socket() as probe:
@@ -47,7 +47,7 @@ def s3_server(out: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def coordinator(watch: str) -> Iterator[CoordinatorClient]:
-    """A Ray of the demo's own, and on it the coordinator of the place `watch`."""
+    """Run a Ray for the demo, and on it the coordinator of the place `watch`."""
     home = tempfile.mkdtemp(prefix="smdemo-", dir="/tmp")  # short: Ray makes sockets below it
     os.environ["SMDIST_RAY_DIR"] = home
     try:
@@ -63,7 +63,7 @@ def coordinator(watch: str) -> Iterator[CoordinatorClient]:
 
 @contextlib.contextmanager
 def job(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A job. Uploaders outlive their ranks by design: the block ends when they have, too."""
+    """Run a job. Uploaders outlive their ranks by design: the block ends when they have ended, too."""
     # Adopt them, to see them end.
     _prctl(_SET_CHILD_SUBREAPER, 1)
     others = set(_children())
@@ -110,7 +110,7 @@ def _running(
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """A second Ctrl-C must not cut short what the first one began."""
+    """Ignore a second Ctrl-C, so that it does not interrupt the cleanup of the first."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number in before:
         signal.signal(number, signal.SIG_IGN)

@@ -1,1 +1,1 @@
-"""Public names under the paths that scripts written for smdebug import them by."""
+"""Public names under the paths that smdebug scripts import."""

@@ -1,4 +1,4 @@
-"""Collections, likewise; those of a framework are in its facade."""
+"""Collections under the path that smdebug scripts import; a framework's own are in its facade."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modes under the name that scripts written for smdebug import them by."""
+"""Modes under the path that smdebug scripts import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to keep, likewise."""
+"""What to keep, under the path that smdebug scripts import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When to save, likewise."""
+"""When to save, under the path that smdebug scripts import."""
 
 from __future__ import annotations
 

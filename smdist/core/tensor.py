@@ -1,4 +1,4 @@
-"""What a trial says of a step, likewise."""
+"""Tensors and step states of a trial, under the path that smdebug scripts import."""
 
 from __future__ import annotations
 

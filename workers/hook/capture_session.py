@@ -397,7 +397,7 @@ class CaptureSession(Generic[T]):
         supervisor.join(_MERGE_S)
 
     def abandon(self) -> None:
-        """In a forked child: leave the session, which is the parent's, without touching it."""
+        """Leave the session without touching it: in a forked child it is the parent's."""
         # Kept alive: their finalizers would act on the parent's session.
         self._parents = (self._capture, self._supervisor)
         self._state = _State.CLOSED

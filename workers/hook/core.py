@@ -335,7 +335,7 @@ class HookCore(Generic[T]):
         self._closed_in = 0  # not by the script
 
     def after_fork(self) -> None:
-        """In a child of this process: release everything, as it belongs to the parent."""
+        """Release everything in a forked child, as it belongs to the parent."""
         self.active = False
         self.clock.due = NEVER
         self.recorder.abandon()

@@ -1,4 +1,4 @@
-"""New blocks into columns. Pure."""
+"""Put new blocks into columns, and split columns. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Snapshots out of a store: the head, and what it names."""
+"""Read snapshots from a store: the head, and the objects that it names.
+
+Runs on the event loop that owns the store. Raises ObjectNotFound, CorruptObject, and the store's errors.
+"""
 
 from __future__ import annotations
 

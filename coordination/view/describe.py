@@ -1,4 +1,4 @@
-"""What is known of a run, in the words of `status`. Pure."""
+"""Turn a view of a run into the lines of its status. Pure."""
 
 from __future__ import annotations
 

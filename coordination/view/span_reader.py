@@ -1,8 +1,8 @@
-"""Reads many manifests of a rank in few requests, by the spans that hold them.
+"""Read many manifests of a rank in order, by the spans that hold them.
 
-A span counts only if it is whole and of the session that its reader knows; where it is missing, its
-parts are asked for, and at last the manifests. Whoever reads knows by a listing that each of the manifests is
-there: what was removed does not come back by a span.
+Called by the coordinator's poller. If a span is missing or belongs to another session, the shorter spans
+in it are read, and finally the manifests. The caller knows from a listing that each manifest exists: a
+span must not bring back what was removed.
 """
 
 from __future__ import annotations

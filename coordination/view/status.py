@@ -1,4 +1,4 @@
-"""What a coordinator says about a run: plain frozen data, for JSON, a screen, or another process."""
+"""The status of a run as frozen data: for JSON, a terminal, or another process."""
 
 from __future__ import annotations
 

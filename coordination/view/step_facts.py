@@ -1,4 +1,7 @@
-"""What an attempt has of a step, over all ranks: who has it, who is absent. No judgement of time."""
+"""The rule that a step is complete: which ranks have it, and which are absent. Pure, without time.
+
+`membership` adds the time: it tells why an absent rank is absent.
+"""
 
 from __future__ import annotations
 

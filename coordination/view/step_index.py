@@ -1,7 +1,7 @@
-"""The steps of a run over all attempts, kept up to date as facts come in.
+"""The steps of a run over all attempts, kept up to date as facts come in. Pure.
 
-The book looks again only at the steps that new facts touch. Of each step it holds the newest attempt,
-as a trial shows it.
+Used by the coordinator. `update` looks again only at the steps that new facts touch. Of each step the
+index holds the newest attempt, as a trial shows it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""From one catalogue to the next: with more facts, or on the base of a newer snapshot. Pure.
+"""Make the next catalogue: with more facts, or on top of a newer snapshot. Pure.
 
-Only steps that these touch are looked at again.
+Called by `LiveTrial` after each poll. Only the steps that new facts touch are looked at again.
 """
 
 from __future__ import annotations

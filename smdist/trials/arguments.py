@@ -1,8 +1,10 @@
-"""What people give as steps, modes and workers, in one way for all questions.
+"""Convert the steps, modes and workers that users pass to trials and tensors.
 
-A step is anything that is a whole number (of numpy, of torch, `2.0`), a mode one of `smdist.modes` or
-its name, a worker a name or a rank. Anything else is a TypeError, rather than the answer that it was
-not saved.
+`plain_arguments` decorates `Trial`, `LiveTrial` and `Tensor`. It wraps each public method that has a
+parameter of a name in `_READERS`, so a method sees an int for `step`, a ModeKeys for `mode`, and a name
+or rank for `worker`. Accepted steps are whole numbers of any library (numpy, torch, `2.0`); accepted
+modes are those of `smdist.modes` or their names. Anything else is a TypeError, because a wrong type
+would otherwise look like a step that was not saved.
 """
 
 from __future__ import annotations

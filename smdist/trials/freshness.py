@@ -1,9 +1,9 @@
-"""For how long a snapshot is taken for all there is. Pure: the times are passed in.
+"""Decide for how long a snapshot counts as all there is. Pure: the times are passed in.
 
-A coordinator at work moves the pointer soon after there is something new, and renews its lease when
-there is not. A pointer that has just moved leaves out no more than the last moments. One that stands
-still means that there is nothing new, or that its writer has died: the ranks know. How long it has
-stood still is seen by the clock of who reads; what it says itself counts where that was not seen.
+A working coordinator moves the pointer soon after there is something new, and renews its lease when
+there is not. A pointer that has just moved lacks no more than the last moments. One that stands still
+means that nothing is new, or that its writer has died; then the ranks are read. How long it has stood
+still is measured by the reader's clock. The pointer's own time counts only for the first look.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""A run that is read while it may still grow.
+"""A trial of a run that may still grow: which moment it shows, and when it moves on.
 
-A follower holds one immutable catalogue at a time and replaces it when it moves on. It moves on
+A trial holds one immutable catalogue at a time and replaces it when it moves on:
 
 - when `refresh()` or `wait_for_steps()` is called,
-- when `has_passed_step()` cannot say yes or no, or `loaded_all_steps` is asked, on a live job,
-- when an answer would be "not there yet" (StepNotYetAvailable, an unknown tensor, an empty list) on
-  a live job: one refresh, then the answer.
+- on a live job, when `has_passed_step()` cannot answer or `loaded_all_steps` is read,
+- on a live job, when an answer would be "not there yet" (StepNotYetAvailable, an unknown tensor, an empty
+  list): it refreshes once and answers again.
 
-Moving on means: to the newest snapshot of a coordinator, if one merges the run, else to what the
-ranks have written. The last two are what keeps loops such as `while not trial.loaded_all_steps:` going. `no_refresh`
-suspends them. Once no rank may still write, only `refresh()` looks at the store again.
+It moves on to the newest snapshot of a coordinator, or else to what the ranks have written. The last
+two rules keep loops such as `while not trial.loaded_all_steps:` going; `no_refresh` suspends them. Once
+no rank may still write, only `refresh()` reads the store again.
 """
 
 from __future__ import annotations

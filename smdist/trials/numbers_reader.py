@@ -1,8 +1,9 @@
-"""InlineValues that travelled in manifests, read by the session: one request instead of one per manifest.
+"""Read values that are stored inside manifests, with one request for many of them.
 
-A merged snapshot says in which manifest a number lies; a rank that has ended has left a summary with
-all of them. A rank that lives has none yet, and that of a long session leaves its numbers where they
-were: the spans of 16 manifests have them, or else the manifests.
+A merged snapshot tells in which manifest a value lies. A rank that has ended has left a summary with all
+its manifests. A live rank has none yet, and the summary of a long session leaves the values out. Then
+spans of 16 manifests hold them, or the manifests themselves. Used by `SegmentReader`, on the event loop
+that owns the store.
 """
 
 from __future__ import annotations

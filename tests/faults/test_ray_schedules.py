@@ -190,7 +190,7 @@ def test_node_killed(cluster: Cluster, tmp_path: Path, seed: int) -> None:
         finally:
             node.kill()
         judge(jobs)
-        now = driver("ask", watch=str(place), method="whereabouts")
+        now = driver("ask", watch=str(place), method="info")
         assert now["node"] != began["node"]
         for name in tmp_path.glob("jobs-*"):
             driver("ask", watch=str(name), method="stop")

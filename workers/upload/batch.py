@@ -1,4 +1,4 @@
-"""From records of the journal to a batch that is ready to be put. Runs off the uploader's loop."""
+"""Turn journal records into a batch that is ready to be stored. Runs in a thread of the uploader."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Arenas:
         self._forgot = 0.0
 
     def read(self, arena: int, offset: int, nbytes: int) -> memoryview:
-        """Those bytes, not copied; the training process reuses them once they are acknowledged."""
+        """Return the bytes without copying; the training process reuses them once they are acknowledged."""
         mapped = self._maps.get(arena)
         if mapped is None:
             with self._spool.open_for_reading(f"arena-{arena}") as handle:
@@ -47,16 +47,16 @@ class Arenas:
         return memoryview(mapped)[offset : offset + nbytes]
 
     def holds(self, source: Source) -> bool:
-        """Whether a part still has the bytes that were captured; in a journal they are checked."""
+        """Return whether a part still has the captured bytes; those in a journal are checked on reading."""
         if source.arena < 0:
             return True
         view = self.read(source.arena, source.offset, source.kind.nbytes)
         return source.kind.guard(kernel.address_of(view)) == source.guard
 
     def forget(self) -> None:
-        """Let go of the pages, not of their content: they count as this process's memory.
+        """Release the pages, which count as this process's memory; their content stays.
 
-        Now and then: to map them again is a sixth of what storing them costs.
+        At most once per second: mapping them again is a sixth of what storing them costs.
         """
         now = time.monotonic()
         if now - self._forgot >= _FORGET_S:
@@ -146,13 +146,13 @@ def captured_bytes(spool: Spool, first: int, upto: int = sys.maxsize) -> int:
 
 
 def nothing(upto: int, seq: int) -> Batch:
-    """A batch for a manifest that only says how the rank ended."""
+    """Return a batch for a manifest that only says how the rank ended."""
     news = FoldedRecords(upto, upto, (), (), (), (), None, False, 0)
     return Batch(seq, news, Segment("", (), 0, (), {}))
 
 
 def without(piece: Piece, error: Exception) -> Piece:
-    """What stands in the place of a record that cannot be stored: the news of that."""
+    """Return a record that reports `piece` as dropped because it cannot be stored."""
     record, kind = piece.record, piece.kind
     reason = f"journal record {piece.ordinal} cannot be stored: {error!r}"
     told: Record = Trouble(reason, -1, time.time())

@@ -1,7 +1,7 @@
-"""Tells a coordinator, if there is one, that the rank has stored something.
+"""Notify a coordinator, if there is one, that the rank has stored something.
 
-Used on the uploader's event loop: `stored` after each manifest, `close` at the end. It is a courtesy,
-which saves the coordinator from asking: nothing waits for it and nothing fails for it. Where the
+Used on the uploader's event loop: `stored` after each manifest, `close` at the end. Hints are optional:
+they save the coordinator from polling. Nothing waits for them and nothing fails because of them. Where the
 coordinator listens is in `merged/inbox.json`, which is read rarely, and not before something was
 stored; a dead address is tried once a minute.
 """
@@ -47,7 +47,7 @@ class Announcer:
         self._task: asyncio.Task[None] | None = None
 
     def stored(self, seq: int) -> None:
-        """That manifest is in the store. Takes no time and never raises."""
+        """Send a hint that manifest `seq` is in the store, in the background. Never raises."""
         self._newest = max(self._newest, seq)
         if self._task is None or self._task.done():
             now = self._clock()
@@ -55,7 +55,7 @@ class Announcer:
                 self._task = asyncio.get_running_loop().create_task(self._tell())
 
     async def close(self) -> None:
-        """A hint that is on its way gets a moment."""
+        """Wait a moment for a hint that is being sent, then cancel it."""
         if self._task is not None:
             await asyncio.wait([self._task], timeout=_FAREWELL_S)
             self._task.cancel()

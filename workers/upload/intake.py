@@ -1,4 +1,4 @@
-"""What the uploader has read of the journal and not yet handed on, and what it learnt from it."""
+"""Read journal records, hold them until they are batched, and track the open step and the end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Intake:
         self._closed: StepRef | None = None
 
     def read(self, journal: JournalReader, now: float) -> bool:
-        """Take in what is new, up to what may be held; True when that was all the journal holds."""
+        """Read new records up to the memory limit; return whether the journal has no more."""
         while not self.pending.full:
             pieces = [self._sound(piece) for piece in journal.read(_AT_ONCE)]
             self.pending.add(pieces, now)
@@ -65,7 +65,7 @@ class Intake:
         )
 
     def ending(self) -> Ending:
-        """How the rank ended, given that no more records will come."""
+        """Return how the rank ended, given that no more records will come."""
         if self.end is not None:
             return Ending("ended", self.end.reason)
         reason = f"process {self._info.trainer_pid} on {self._info.session.host} died without closing its hook"

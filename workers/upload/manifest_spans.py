@@ -1,4 +1,4 @@
-"""Spans of a session's manifests, put beside its commits: a courtesy that holds nothing up.
+"""Store spans of a session's manifests beside its commits. They are optional and delay nothing.
 
 One at a time; one that waits is left out once another is due, and one that fails is not kept:
 readers find shorter ones, and at last the manifests. An uploader that succeeds another takes back what is

@@ -1,9 +1,9 @@
-"""How the uploader bears a store that refuses: it tries again, tells, and loses nothing.
+"""Retry store operations until they succeed.
 
-`insist` repeats one operation with growing, jittered pauses until it succeeds. Meanwhile the acknowledgement page
-says what is wrong and since when (the hook shows it), and the user gets one line at once and
-another one rarely. Once the training process is gone, it ends when nothing has succeeded for as long
-as `give_up_after` says: RetryDeadlineExceeded. A drain that goes on, however slowly, is never given up.
+`Retrier.run` repeats one operation with growing, jittered pauses. Each failure is shown to the user once and
+then at growing intervals, and is written to the acknowledgement page so that the hook can show it. After the
+training process has exited, retrying stops when nothing has succeeded for the idle deadline
+(RetryDeadlineExceeded); any progress restarts that clock.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _REPEAT_S = (60.0, 300.0, 900.0)  # when to say the same again; the last one for
 
 
 class RetryDeadlineExceeded(CaptureError):
-    """The store refused until the deadline."""
+    """Nothing succeeded until the idle deadline."""
 
 
 class ForeignObject(CaptureError):
-    """The store holds something under our keys that is not ours; trying again changes nothing."""
+    """The store holds an object of another process under a key of this rank. Retrying does not help."""
 
 
 class _Failing(NamedTuple):
@@ -56,7 +56,7 @@ class Retrier:
         self.failures = 0  # so far, of all operations
 
     def set_idle_deadline(self, seconds: float) -> None:
-        """From now on, `seconds` in which nothing succeeds are the end; the first call counts."""
+        """Stop retrying once nothing has succeeded for `seconds`, from now on. Only the first call counts."""
         if self._limit_s is None:
             self._limit_s, self._last_progress_at = seconds, time.monotonic()
 
@@ -64,13 +64,13 @@ class Retrier:
         self._say(message)
 
     def stop(self) -> None:
-        """Give up now, whatever goes well."""
+        """Stop retrying now."""
         self._stopped = True
 
     def note_progress(self, count: int) -> None:
-        """How much has gone well within operations that are under way, and may take long.
+        """Record how many parts of long operations were stored so far.
 
-        While one of them fails it counts for nothing: what is sent again and again is no progress.
+        Ignored while an operation fails: sending the same part again is no progress.
         """
         if count > self._moved and not self._failing:
             self._last_progress_at = time.monotonic()
@@ -92,7 +92,10 @@ class Retrier:
         operation: Callable[[], Awaitable[T]],
         retry_on: tuple[type[Exception], ...] = (Exception,),
     ) -> T:
-        """`what` names the operation, in words for the user; `only` says what to bear."""
+        """Return the result of `operation`, repeated while it raises one of `retry_on`.
+
+        `description` names the operation in messages to the user. Raises RetryDeadlineExceeded.
+        """
         pause_s, token = _FIRST_PAUSE_S, object()
         while True:
             try:
@@ -116,7 +119,7 @@ class Retrier:
     def failed(
         self, token: object, what: str, error: Exception, *, notify_user: bool = True
     ) -> None:
-        """Note that an operation, known by `token`, does not succeed; not `tell`: a courtesy."""
+        """Record a failed attempt of the operation `token`. `notify_user=False` for optional writes."""
         self.failures += 1
         since = self._failing[token].since if token in self._failing else time.time()
         clock = time.strftime("%H:%M:%S", time.localtime(since))
@@ -135,12 +138,12 @@ class Retrier:
         if self._failing.pop(token, None) is None:
             return
         self._show()
-        # A courtesy that failed may never be tried again.
+        # An optional write that failed may never be repeated.
         if self._times_said and not any(failing.serious for failing in self._failing.values()):
             self._say("the store works again")
             self._times_said = 0
 
     def _show(self) -> None:
-        """In the acknowledgement page, what holds the drain up; a courtesy that fails holds nothing up."""
+        """Write the failure that blocks the upload to the acknowledgement page; optional writes come last."""
         failing = sorted(self._failing.values(), key=lambda each: not each.serious)
         self._ack_page.last_error = failing[0].text if failing else ""

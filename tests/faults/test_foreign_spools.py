@@ -300,7 +300,7 @@ def test_nothing_is_deleted_changed_or_copied(met: Met) -> None:
     assert SECRET not in met.done.stdout.encode()
 
 
-def test_the_genuine_one_is_sent_and_the_exit_code_says_that_others_were_not(met: Met) -> None:
+def test_only_the_genuine_spool_is_sent_and_the_exit_code_says_so(met: Met) -> None:
     assert f"worker_0 -> {met.scene.folder / 'out'}: 1 step" in met.done.stdout, met.done
     assert not met.genuine.path.exists()
     assert (met.done.returncode, met.done.stderr) == (1, "")
@@ -317,7 +317,7 @@ def scene(tmp_path: Path) -> Scene:
     return scene
 
 
-def test_a_root_that_is_refused_is_said_beside_one_that_is_not_and_alone(scene: Scene) -> None:
+def test_a_rejected_root_is_reported_alone_and_beside_a_valid_one(scene: Scene) -> None:
     attack = ATTACKS["foreign root"](scene)
     genuine = scene.spool("genuine", out_dir=scene.folder / "out")
     for found in ("worker_0 -> ", "nothing to recover: "):
@@ -410,7 +410,7 @@ def test_a_disk_where_the_folder_is_taken_is_passed_over(scene: Scene, tmp_path:
 
 
 @pytest.mark.parametrize("by_name", [True, False])
-def test_a_spool_dir_where_the_folder_is_taken_is_refused_when_the_hook_is_built(
+def test_a_hook_rejects_a_spool_dir_whose_private_folder_is_foreign(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_name: bool
 ) -> None:
     root = scene.root()

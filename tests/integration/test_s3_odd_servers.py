@@ -392,7 +392,7 @@ def test_a_hiccup_that_stays_is_called_what_it_is(
         (Answer(403, "AccessDenied"), "lack a permission"),
     ],
 )
-def test_what_is_clear_is_told_at_once(
+def test_permanent_errors_are_raised_without_retries(
     bucket: str, proxy: FaultProxy, answer: Answer, words: str
 ) -> None:
     proxy.inject(answer)

@@ -331,7 +331,7 @@ def test_a_deadline_ends_the_retries(server: Server, bucket: str, proxy: FaultPr
         (Answer(400, "SomethingNew"), StoreForbidden, r"SomethingNew \(injected\)"),
     ],
 )
-def test_what_will_not_pass_is_raised_at_once(
+def test_permanent_errors_of_a_put_are_raised_at_once(
     rclone: Server, answer: Answer, kind: type[StoreError], words: str
 ) -> None:
     bucket = rclone.make_bucket(f"b-{uuid.uuid4().hex[:12]}")
@@ -500,7 +500,7 @@ def test_what_a_killed_writer_left_is_swept(server: Server, bucket: str) -> None
     assert server.uploads(bucket) == ["run/w1/a"]
 
 
-def test_a_cancelled_put_sends_nothing_that_comes_into_the_buffers_later(rclone: Server) -> None:
+def test_a_cancelled_put_sends_no_later_content_of_its_buffers(rclone: Server) -> None:
     bucket, size = rclone.make_bucket(f"b-{uuid.uuid4().hex[:12]}"), 15 * MIB
     data = bytearray(size)
     with proxied(rclone.port) as proxy:
@@ -636,7 +636,7 @@ def test_the_url_opens_the_same_store_again() -> None:
         ("s3://bucket/x?addressing_style=sideways", "one of"),
     ],
 )
-def test_urls_that_are_none(url: str, words: str) -> None:
+def test_invalid_urls_are_rejected(url: str, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words) as caught:
         open_store(url)
     assert "hidden" not in str(caught.value)

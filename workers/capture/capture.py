@@ -67,26 +67,6 @@ class Usage(NamedTuple):
 
 
 class Capture(Generic[T]):
-    __slots__ = (
-        "_access",
-        "_ack_page",
-        "_buffer",
-        "_counters",
-        "_device",
-        "_doorbell",
-        "_errors",
-        "_is_open",
-        "_journal",
-        "_kinds",
-        "_log",
-        "_parts",
-        "_planned",
-        "_policy",
-        "_prefaulter",
-        "_room",
-        "_state",
-    )
-
     def __init__(
         self,
         spool: Spool,

@@ -62,8 +62,8 @@ class PartSaver(Generic[T]):
         if saved is None:
             record = self._policy.drop(stamp, plan, self._policy.reason_after_wait())
             log.perform(partial(log.commit, record), after_end=True)
-        log.state.end_wait()
-        return bool(saved)
+        log.state.end_wait()  # last: an interruption before this records the part as dropped
+        return saved is True
 
     def _find_room(self, save: Callable[[], None], plan: PartPlan, stamp: Stamp) -> bool | None:
         """Call `save`, if need be again after reclaiming memory. Drop the part if it cannot wait."""

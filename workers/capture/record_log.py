@@ -31,19 +31,6 @@ _NO_SAVE: Final = "not a save"  # is under way
 
 
 class RecordLog:
-    __slots__ = (
-        "_buffer",
-        "_journal",
-        "_owed",
-        "_policy",
-        "device",
-        "ended",
-        "on_device_error",
-        "ref",
-        "room",
-        "state",
-    )
-
     def __init__(
         self,
         journal: JournalWriter,

@@ -33,15 +33,6 @@ class CaptureLimits(msgspec.Struct, frozen=True):
 class Counters:
     """What a capture has done so far; `Capture.usage` shows it."""
 
-    __slots__ = (
-        "blocked_s",
-        "captured_bytes",
-        "captured_steps",
-        "dropped_bytes",
-        "dropped_tensors",
-        "step_bytes",
-    )
-
     def __init__(self) -> None:
         self.captured_bytes = self.captured_steps = self.step_bytes = 0
         self.dropped_tensors = self.dropped_bytes = 0

@@ -78,12 +78,12 @@ class S3Store:
 
     @property
     def parts_stored(self) -> int:
-        """Parts of multipart uploads that the server has taken: a sign of life of a long put."""
+        """Return the number of stored parts of multipart uploads: shows that a long put progresses."""
         return self._counts.parts
 
     @property
     def dangling_uploads(self) -> bool:
-        """There may be uploads of this store's own that could not be aborted: sweep them."""
+        """Return whether uploads of this store may remain that could not be aborted."""
         return bool(self._counts.dangling)
 
     async def check(self) -> None:

@@ -94,7 +94,7 @@ OPERATIONS = st.tuples(
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(OPERATIONS, max_size=60))
-def test_no_range_is_given_twice_and_none_is_lost(plan: list[tuple[str, int, int]]) -> None:
+def test_no_range_is_allocated_twice_and_none_is_lost(plan: list[tuple[str, int, int]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = Model(Path(folder))
         for operation in plan:

@@ -290,7 +290,7 @@ def test_nobody_is_waited_for_when_no_uploader_is_left(
     assert capture.usage().dropped_bytes == 3 << 20
 
 
-def test_a_part_larger_than_the_buffer_is_dropped_at_once_with_the_remedy(
+def test_a_part_larger_than_the_buffer_is_dropped_at_once(
     make: Callable[..., Capture[Array]], lines: list[str]
 ) -> None:
     capture = make(buffer_bytes=1 << 20)
@@ -379,7 +379,7 @@ def test_drain_waits_for_the_acknowledgement(
     ack_page.close()
 
 
-def test_what_waits_for_the_store_is_no_burden_to_the_garbage_collector(
+def test_waiting_parts_are_not_tracked_by_the_garbage_collector(
     make: Callable[..., Capture[Array]],
 ) -> None:
     capture = make()
@@ -400,7 +400,7 @@ def gradients(count: int, nbytes: int = 1000) -> list[tuple[PartPlan, list[Array
     return [plan_of(**{f"g{i}": array}) for i, array in enumerate(arrays)]
 
 
-def test_tensors_that_come_one_by_one_are_told_apart_and_lie_side_by_side(
+def test_single_tensors_are_stored_next_to_each_other(
     spool: Spool, make: Callable[..., Capture[Array]]
 ) -> None:
     capture = make()
@@ -459,7 +459,7 @@ def test_a_strip_is_no_reason_to_drop_what_would_have_had_room(
     assert not capture.save(*parts[0])
 
 
-def test_a_step_larger_than_the_buffer_comes_through_gradient_by_gradient(
+def test_gradients_of_a_step_larger_than_the_buffer_are_all_stored(
     spool: Spool, make: Callable[..., Capture[Array]]
 ) -> None:
     capture = make(buffer_bytes=1 << 20, block_timeout_s=60.0)

@@ -13,7 +13,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "ack_page"
 
 
-def test_one_writes_the_other_reads(path: Path) -> None:
+def test_a_reader_sees_what_the_writer_writes(path: Path) -> None:
     writer, reader = AckPage(path), AckPage(path)
     assert (reader.acked, reader.bytes_stored, reader.steps_stored, reader.last_error) == (
         0,
@@ -32,7 +32,7 @@ def test_one_writes_the_other_reads(path: Path) -> None:
     reader.close()
 
 
-def test_it_outlives_its_file_for_who_has_it_open(path: Path) -> None:
+def test_an_open_page_outlives_its_file(path: Path) -> None:
     writer, reader = AckPage(path), AckPage(path)
     path.unlink()
     writer.acked = 9
@@ -52,7 +52,7 @@ def test_a_later_uploader_finds_what_the_first_one_wrote(path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["disk full", "", "ünïcode: 磁盘已满", "x" * 3072])
-def test_trouble_is_told_and_taken_back(path: Path, text: str) -> None:
+def test_the_last_error_is_shown_and_cleared(path: Path, text: str) -> None:
     ack_page = AckPage(path)
     ack_page.last_error = "something long that must not shine through"
     ack_page.last_error = text
@@ -62,7 +62,7 @@ def test_trouble_is_told_and_taken_back(path: Path, text: str) -> None:
     ack_page.close()
 
 
-def test_trouble_that_is_too_long_is_cut_and_harms_no_number(path: Path) -> None:
+def test_a_long_error_is_cut_and_changes_no_number(path: Path) -> None:
     ack_page = AckPage(path)
     ack_page.acked = 7
     ack_page.last_error = "ü" * 5000

@@ -234,7 +234,7 @@ def test_a_length_beyond_the_file_is_no_record(spool: Spool) -> None:
     reader.close()
 
 
-def test_records_that_cannot_be_understood_keep_their_place(
+def test_unreadable_records_keep_their_ordinal(
     spool: Spool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer, reader = JournalWriter(spool), JournalReader(spool)

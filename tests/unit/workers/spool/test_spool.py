@@ -345,7 +345,7 @@ def test_a_lock_that_another_one_replaced_is_none(
 
 
 @pytest.mark.slow
-def test_spools_are_made_while_others_sweep(tmp_path: Path) -> None:
+def test_spools_are_created_while_others_remove_leftovers(tmp_path: Path) -> None:
     """Whoever sweeps may take a folder that is empty; never one with something in it."""
     context = multiprocessing.get_context("spawn")
     done = context.Event()

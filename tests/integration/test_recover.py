@@ -250,7 +250,7 @@ from pathlib import Path
 from smdist.workers.spool.journal import JournalWriter
 from smdist.workers.spool.spool import Spool
 from tests.support.uploader_rig import Job, make_spool
-Spool.create = classmethod(lambda cls, *given: cls.made(*given))
+Spool.create = classmethod(lambda cls, *given: cls.creating(*given))
 with make_spool(Job(root={str(root)!r}, out_dir="/nowhere")) as spool:
     JournalWriter(spool)
     os.kill(os.getpid(), signal.SIGKILL)

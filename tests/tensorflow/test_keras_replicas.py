@@ -110,7 +110,7 @@ def two_lanes(folder: Path) -> smd.KerasHook:
     """What a hook is in a process with two replicas; the model need not have them for that."""
     hook = hooked(folder, include_collections=["weights", "gradients"], include_workers="all")
     devices = SimpleNamespace(worker_devices=["CPU:0", "CPU:1"])
-    hook._settle_ranks(SimpleNamespace(num_replicas_in_sync=2, extended=devices))
+    hook._assign_ranks(SimpleNamespace(num_replicas_in_sync=2, extended=devices))
     return hook
 
 

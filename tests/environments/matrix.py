@@ -32,12 +32,11 @@ class Session:
     title: str
     environment: str
     folder: str = ""
-    parallel: bool = True
+    parallel: bool = False
     program: str = ""  # runs pytest, where that takes preparation
 
     def command(self, workers: str, more: Sequence[str]) -> list[str]:
-        # A worker that is done takes tests from another: single files last for a minute.
-        options = [f"-n{workers}", "--dist=worksteal"] if self.parallel else ["-n0"]
+        options = [f"-n{workers}", "--dist=loadfile"] if self.parallel else ["-n0"]
         # Whoever names files means those, not the whole folder.
         named = any(word.startswith(("tests/", "./tests/")) for word in more)
         folder = [self.folder] if self.folder and not named else []
@@ -57,7 +56,7 @@ class Result:
 # What pytest collects by itself leaves the other folders out (pyproject.toml). Jobs under Horovod are
 # watched from the main environment: all that the two share is the store.
 PARTS = {
-    "main": [Session("main", ".venv")],
+    "main": [Session("main", ".venv", parallel=True)],
     "kernel": [
         Session("kernel, sanitized", ".venv", program="tests/environments/sanitized_kernel.py")
     ],
@@ -65,7 +64,7 @@ PARTS = {
         Session("TensorFlow, Keras 3", ".venv", "tests/tensorflow"),
         Session("TensorFlow, Keras 2", ".venv-horovod", "tests/tensorflow"),
     ],
-    "horovod": [Session("Horovod", ".venv", "tests/horovod", parallel=False)],
+    "horovod": [Session("Horovod", ".venv", "tests/horovod")],
 }
 
 

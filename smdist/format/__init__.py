@@ -7,6 +7,7 @@ layout, dtypes    where each tensor of a block lies, and its element type
 manifest          the JSON objects of a run and their keys
 manifest_spans    which manifests travel together in one object
 inline_segment    a small segment inside its manifest
+session_checks    does an object belong to the session that its key promises?
 stored_json       JSON objects with a checksum of content and key
 intervals         sets of integers as ranges
 """

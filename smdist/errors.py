@@ -121,7 +121,7 @@ class NoConfigurationFile(ConfigurationError, FileNotFoundError):
 
 
 class NoRank(ConfigurationError):
-    """This process belongs to a training job but is not one of its training processes."""
+    """A process of a training job is not one of its training processes."""
 
 
 class InvalidCollectionConfiguration(ConfigurationError):

@@ -27,9 +27,12 @@ __all__ = ["StepRow", "StepRun", "compress_rows", "expand_runs", "summarize_step
 
 
 class StepRow(NamedTuple):
-    """`step` is the global number that the lowest rank gave it, `numbers` are all of them with
-    their ranks when they differ. `ranks` have something of it, `open` of them have not closed it.
-    `planned` false: every rank closed it, and nothing was due on any."""
+    """One step over all ranks.
+
+    `step` is the global number of the lowest rank; `numbers` lists all numbers with their ranks if
+    they differ. `ranks` have stored something of it, `open` of them have not closed it. `planned` is
+    false if every rank closed it and nothing was due on any.
+    """
 
     mode_step: int
     step: int

@@ -188,8 +188,11 @@ def _front(known: Iterable[tuple[int, RankView]]) -> _Front:
 def _behind(
     known: RankView, front: _Front, heard: LastContact | None, of_front: LastContact | None
 ) -> tuple[int, float]:
-    """Steps and seconds. A rank that is at work is never long behind its last step: it counts how
-    long the front took from there."""
+    """Return by how many steps and seconds a rank is behind the front.
+
+    The seconds are those that the front took from the rank's last step on. The age of that step says
+    little: the last step of a slow rank is always young.
+    """
     step = known.passed[_GLOBAL] if known.first is not None else front.first - 1
     if step >= front.step:
         return 0, 0.0

@@ -137,8 +137,10 @@ class Trial(LiveTrial):
         )
 
     def collections(self) -> dict[str, Collection]:
-        """As the lowest rank configured them, with the names of the tensors saved as their members;
-        and any other that a saved tensor belongs to."""
+        """Return the collections as the lowest rank configured them, with the names of saved tensors.
+
+        Collections that only appear in saved tensors are added.
+        """
         found = {name: _read_collection(info) for name, info in self._described.items()}
         for name, members in self.catalogue.members.items():
             collection = found.setdefault(name, Collection(name))

@@ -18,7 +18,9 @@ CopyHandle = Callable[[], None]  # waits until a copy from a device has arrived
 
 
 class TensorAccess(Protocol[T]):
-    """Called by `Capture.save` on the capturing thread, in this order for each tensor:
+    """How `Capture` reaches the bytes of a framework's tensors.
+
+    `Capture.save` calls it on the capturing thread, in this order for each tensor:
 
     1. `address`. If it is not 0, the bytes are read from there.
     2. Otherwise `on_device`. If so, `start_copy` or `start_measure` return at once with a handle.

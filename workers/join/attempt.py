@@ -67,7 +67,7 @@ class SameLaunch(Enum):
 def choose_attempt(
     me: StartingRank, sessions: Iterable[Session], gone: Collection[str] = frozenset()
 ) -> int:
-    """The attempt of `me`. `gone`: sessions whose process surely runs no more."""
+    """Return the attempt number of `me`. `gone` are sessions whose process has surely ended."""
     attempts: dict[int, list[Session]] = {}
     for session in sessions:
         attempts.setdefault(session.attempt, []).append(session)

@@ -103,7 +103,7 @@ def _count(environ: Mapping[str, str], name: str) -> int:
 
 
 def machine() -> str:
-    """This machine's name, and the container's when processes have numbers of their own there.
+    """Return the host name, with the container's id where it has process ids of its own.
 
     Containers on a host network all carry the host's name, while process numbers of one mean
     nothing in another.

@@ -118,7 +118,10 @@ def resolve_rank(
     environ: Mapping[str, str] = os.environ,
     modules: Mapping[str, ModuleType] = sys.modules,
 ) -> Identity:
-    """This process's identity as far as it can be known now; ConfigurationError if it is absurd."""
+    """Return the identity of this process as far as it is known now.
+
+    Raises ConfigurationError if the settings contradict each other.
+    """
     rank, rank_name = explicit_rank, f"rank={explicit_rank}"
     if rank is None and (rank := _number(environ, "SMDIST_RANK")) is not None:
         rank_name = f"SMDIST_RANK={rank}"

@@ -20,9 +20,10 @@ _TRAINING = ("chief", "master", "worker")
 
 
 def tf_task(environ: Mapping[str, str]) -> tuple[int, int, int, int] | None:
-    """Rank, world size, local rank and local world size; None where there is no cluster.
+    """Return rank, world size, local rank and local world size, or None without a cluster.
 
-    Raises NoRank for a task that trains nothing."""
+    Raises NoRank for a task that does not train.
+    """
     text = environ.get("TF_CONFIG", "").strip()
     if not text:
         return None

@@ -157,7 +157,7 @@ class Pending:
         return None
 
     def cut_within(self, nbytes: int) -> int | None:
-        """The last cut that keeps the batch within `nbytes`, else the first one."""
+        """Return the last cut that keeps the batch within `nbytes`, else the first one."""
         index = bisect_right(self._cuts, (self._start + nbytes, self._items[-1].piece.ordinal + 1))
         return self._cuts[max(index - 1, 0)][1] if self._cuts else None
 

@@ -271,7 +271,7 @@ class Committer:
                 await self._restore()
 
     def _described(self, key: str, data: bytes) -> tuple[str, bytes]:
-        """The hook writes before it can know its attempt."""
+        """Fill in the attempt, which the hook did not know when it wrote this."""
         if key != sampling_changes_key(self._worker, UNKNOWN_ATTEMPT):
             return key, data
         attempt = self._session.attempt
@@ -280,8 +280,10 @@ class Committer:
         return key, encode(msgspec.structs.replace(thinned, attempt=attempt), key)
 
     async def _check_run_exists(self) -> None:
-        """Without run and session nobody finds what we put: looked at now and then, when something
-        failed, and at the end."""
+        """Put run and session again if they were removed: without them no reader finds our data.
+
+        Called now and then, after failures, and at the end.
+        """
         failures = self._retrier.failures
         if self._guard is not None and not await self._guard.is_present():
             await self._guard.restore()

@@ -34,7 +34,7 @@ class Rolling:
         self._due = 0  # how many manifests there were then
 
     def stored(self, manifest: RankManifest) -> None:
-        """It is in the store, and `summary` has noted it. Returns at once."""
+        """Start writing a span if one ends with `manifest`, which is stored and noted. Does not wait."""
         count = manifest.seq + 1
         # A summary is about to follow the last one, and says it all.
         last = manifest.state != "active" and not self._summary.too_long
@@ -58,9 +58,9 @@ class Rolling:
 
 
 async def take_back(store: Store, worker: str, attempt: int, count: int) -> None:
-    """The store holds `count` manifests: no span may say more. Nothing to do, but for a power cut.
+    """Empty spans that name more than the `count` manifests in the store, as after a power cut.
 
-    They say nothing then, but stay: credentials may allow to write and not to remove.
+    They are emptied, not removed: credentials may allow writing and not removing.
     """
     after = span_key(worker, attempt, max(count - SPAN_LENGTHS[0], 0), 0)
     with contextlib.suppress(StoreForbidden):  # who may not list has to trust

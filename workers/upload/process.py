@@ -60,7 +60,7 @@ _ENVIRONMENT = {
 
 
 def uploader_command(spool: Spool, python: str) -> list[str]:
-    """The command line that uploads from `spool`, with the modules of this very process."""
+    """Return the command line of an uploader for `spool` that uses the modules of this process."""
     home = [os.path.dirname(_absolute(place)) for place in smdist.__path__]
     order = {"path": _module_path(sys.path), "home": home, "spool": os.path.abspath(spool.path)}
     return [python, "-I", "-S", "-c", _ENTRY, json.dumps(order)]
@@ -107,9 +107,9 @@ class Supervisor:
         self.refused = ""  # why this rank has no part in the run, if it has none
 
     def start(self) -> None:
-        """Returns once an uploader is started; trouble with that is reported, never raised.
+        """Start an uploader. Failures are reported, never raised.
 
-        Can be repeated if it is interrupted.
+        The call can be repeated if it is interrupted.
         """
         if self._started or not self._ours:
             return
@@ -165,7 +165,7 @@ class Supervisor:
                 self._trouble(f"the uploader gave up; run `smdist recover {self._spool.path}`")
                 return
             if code == EXIT_RANK_REJECTED:
-                self.refused = self._word()
+                self.refused = self._read_last_error()
                 self._trouble(
                     f"{self.refused}. Nothing more is saved; what was captured so far is "
                     f"kept in {self._spool.path}"
@@ -194,8 +194,8 @@ class Supervisor:
         finally:
             ack_page.close()
 
-    def _word(self) -> str:
-        """What the uploader left to be told."""
+    def _read_last_error(self) -> str:
+        """Return the last error that the uploader wrote to the acknowledgement page."""
         try:
             ack_page = AckPage(self._spool.path / "ack_page")
         except OSError:

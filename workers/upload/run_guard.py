@@ -53,7 +53,7 @@ _FOLLOW_AFTER_S = (
 
 
 class RankRejected(ForeignObject):
-    """This rank has no part in the run that is there, and never will."""
+    """The run at this location does not accept this rank."""
 
 
 class RunNotAtThisLocation(RankRejected):

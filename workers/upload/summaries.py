@@ -89,7 +89,7 @@ class Summary:
             self._drop(next(iter(self._told)))
 
     def forget(self) -> None:
-        """What was told is no longer in the store."""
+        """Forget all manifests: the store no longer has them."""
         self._told.clear()
         self._carrying.clear()
         self._kept, self._long = 0, True
@@ -97,10 +97,10 @@ class Summary:
     # -- while it runs ---------------------------------------------------------------------------
 
     def span(self, count: int) -> Made | None:
-        """The one to be written after `count` manifests, if those in it are known here.
+        """Return the span to write after `count` manifests, if all manifests in it are known here.
 
-        It tells nothing of earlier uploaders' manifests: those may be replaced by late ones of their
-        own, and whoever reads finds spans of them that are shorter.
+        It never holds manifests of earlier uploaders: late ones of their own may replace those, and
+        readers find shorter spans of them.
         """
         for span in spans_ending_at(count):
             seqs = range(*span)
@@ -192,7 +192,7 @@ class Summary:
         self._carrying.pop(seq, None)
 
     def _settle(self, seqs: Iterable[int]) -> None:
-        """What they carry is left where it is."""
+        """Drop the inline segments of these manifests; they stay in the manifests themselves."""
         for seq in seqs:
             del self._carrying[seq]
             self._keep(seq, self._bare(seq, self._told[seq]))

@@ -92,7 +92,7 @@ class Uploader:
         self._begin()
 
     def _begin(self) -> None:
-        """A life: everything that is known of the store is still to be learnt."""
+        """Start over with nothing known of the store."""
         self._ack_page = AckPage(self._spool.path / "ack_page")
         self._guard: RunGuard | None = None
         self._intake = Intake(self._info)
@@ -199,7 +199,7 @@ class Uploader:
         self._intake, self._summary = Intake(info), Summary(info.session)
 
     async def _watch_for_end_record(self) -> None:
-        """That the hook is closed counts, also while the run is not entered and nothing is read."""
+        """Notice that the hook was closed, even before the rank has joined the run."""
         journal, ended = JournalReader(self._spool, self._ack_page.acked), False
         try:
             while not ended:
@@ -266,7 +266,7 @@ class Uploader:
         return await self._loop(journal, doorbell, committer, upto)
 
     def _catch_up(self, start: ResumePoint) -> None:
-        """The uploader before us may have been killed between its manifest and the acknowledgement page."""
+        """Acknowledge what an earlier uploader stored before it could acknowledge it itself."""
         ack_page = self._ack_page
         if start.last is not None and start.upto > ack_page.acked:
             nbytes = captured_bytes(self._spool, ack_page.acked, start.upto)
@@ -370,7 +370,7 @@ class Uploader:
         return upto
 
     async def _prepare(self, pieces: Sequence[Piece], seq: int) -> Batch:
-        """A batch of all `pieces`, or of as many as come before one that makes no sense."""
+        """Prepare a batch of all `pieces`, or of those before the first invalid one."""
         run_id, session = self._spool.info.run.run_id, self._info.session
         whose = (run_id, session, seq, self._life)
         while True:

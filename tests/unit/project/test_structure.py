@@ -27,7 +27,7 @@ AT_MOST = {
     "import cycles": (0, 1),
     "lines": (31_500, 36_950),
 }
-AT_LEAST = {"docstrings that begin with a verb, %": (70, 70)}
+AT_LEAST = {"docstrings that begin with a verb, %": (70, 90)}
 # What people import beside smdist. A script that runs in one of our folders must find those.
 OTHERS = frozenset(
     [

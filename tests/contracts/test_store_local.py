@@ -341,7 +341,7 @@ def test_a_directory_without_rights(tmp_path: Path) -> None:
         with unprivileged():
             with pytest.raises(StoreForbidden, match="may write"):
                 asyncio.run(_put(store, "a/k", b"w"))
-            with pytest.raises(StoreForbidden, match="right to read"):
+            with pytest.raises(StoreForbidden, match="may read it"):
                 asyncio.run(store.get("a/k"))
             with pytest.raises(StoreForbidden):
                 asyncio.run(_list(store))
@@ -395,7 +395,7 @@ def test_other_trouble_is_a_plain_store_error(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "writev", broken)
-    with pytest.raises(StoreError, match=r"error; check that the store can be reached$") as caught:
+    with pytest.raises(StoreError, match=r"error; check that the file system can be reached$") as caught:
         asyncio.run(_put(LocalStore(tmp_path), "k", b"v"))
     assert type(caught.value) is StoreError
 
@@ -422,8 +422,8 @@ def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("", "give a path"),
-        ("nul\0", "give a path"),
+        ("", "use a path"),
+        ("nul\0", "use a path"),
         ("gs://bucket/x", "not gs://"),
         ("file://host/x", "another machine"),
     ],

@@ -398,7 +398,7 @@ def test_too_little_shared_memory_becomes_disk(
     )
     assert started.wait() == 0, repr(started)
     drained(tmp_path / "disk")
-    assert started.stderr.count("more shared memory") == 1, started.stderr
+    assert started.stderr.count("Raise the shared memory") == 1, started.stderr
     assert len(beside_waiting(started.stderr.splitlines())) == 1, started.stderr
     audit(tmp_path / "out")
     with create_trial(tmp_path / "out") as trial:

@@ -278,5 +278,5 @@ def test_a_declaration_that_does_not_hold_its_tensors_is_not_believed() -> None:
     assert kind.guard(kernel.address_of(memory))
     beyond = TensorSpec(spec.name, "F32", spec.shape, spec.nbytes, 8, -1, ())
     for wrong in (PartPlan((), (beyond,), plan.nbytes), PartPlan((), (spec,), 8)):
-        with pytest.raises(ValueError, match="declares"):
+        with pytest.raises(ValueError, match="exceed its"):
             wrong.declaration(0).guard(kernel.address_of(memory))

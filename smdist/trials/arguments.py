@@ -13,11 +13,14 @@ import inspect
 import operator
 from collections.abc import Callable, Iterable
 from functools import wraps
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, Union
 
 from smdist.identity import ModeKeys
 
-__all__ = ["plain_arguments"]
+__all__ = ["Worker", "plain_arguments"]
+
+Worker = Union[str, int, None]  # noqa: UP007 (3.10)
+"""A worker as callers give it: a name such as "worker_3", a rank, or none."""
 
 C = TypeVar("C", bound=type)
 

@@ -26,6 +26,7 @@ from smdist.coordination.view.membership import StepFacts, check_absent_ranks
 from smdist.coordination.view.run_view import StepKey, View
 from smdist.errors import (
     CorruptObject,
+    InvalidWorker,
     NoMoreData,
     StepNotYetAvailable,
     StepUnavailable,
@@ -41,7 +42,7 @@ from smdist.format.manifest import (
     parse_manifest_key,
     session_key,
 )
-from smdist.identity import ModeKeys, worker_name
+from smdist.identity import ModeKeys, worker_name, worker_rank
 from smdist.storage import is_remote
 from smdist.storage import loop_thread as sync
 from smdist.storage.store import Store
@@ -67,7 +68,8 @@ _MOST_TOLD = 1000  # manifests of a rank that are missing, each by its name
 class LiveTrial:
     """Questions may come from several threads; `refresh` is one at a time."""
 
-    def __init__(self, store: Store, catalogue: Catalogue) -> None:
+    def __init__(self, store: Store, name: str, catalogue: Catalogue) -> None:
+        self.name = name
         self.dynamic_refresh = True
         gap = REMOTE_GAP if is_remote(store.url) else GAP
         self.reader = SegmentReader(
@@ -86,6 +88,22 @@ class LiveTrial:
 
     def close(self) -> None:
         sync.run(self._store.close())
+
+    def workers(self) -> list[str]:
+        """Return the workers that have started, in order of rank."""
+        if not self.catalogue.ranks:
+            self.refresh_if_live()
+        return [worker_name(rank) for rank in self.catalogue.ranks]
+
+    def rank_of(self, worker: str | int) -> int:
+        """Return the rank of `worker`. Raises InvalidWorker if the run has no such worker."""
+        try:
+            rank = worker if isinstance(worker, int) else worker_rank(worker)
+        except ValueError:
+            raise InvalidWorker(worker, self.workers()) from None  # type: ignore[arg-type]
+        if rank not in self.catalogue.ranks:
+            raise InvalidWorker(worker_name(rank), self.workers())
+        return rank
 
     def refresh(self) -> None:
         """Move on to what the store holds now. Reads only what is new."""

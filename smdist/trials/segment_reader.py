@@ -108,8 +108,8 @@ Take = Callable[[ReadRequest, bytes], None]
 _ATTACHED = "manifests/"  # a segment that came in its manifest bears the key of that
 
 
-class Run(Protocol):
-    """Runs a coroutine on the loop that owns the store, from any other thread."""
+class CoroutineRunner(Protocol):
+    """Run a coroutine on the loop that owns the store, from any other thread."""
 
     def __call__(self, work: Coroutine[Any, Any, T], /) -> T: ...
 
@@ -147,7 +147,7 @@ class SegmentReader:
     def __init__(
         self,
         store: Store,
-        run: Run,
+        run: CoroutineRunner,
         *,
         concurrency: int = AT_ONCE,
         cache_bytes: int = 64 << 20,

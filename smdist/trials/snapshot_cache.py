@@ -42,7 +42,7 @@ from smdist.format.stored_json import read
 from smdist.identity import worker_name
 from smdist.storage.store import Store
 from smdist.trials.freshness import PointerObservation, WriterState, fresh_for_s, writer_state
-from smdist.trials.segment_reader import Run
+from smdist.trials.segment_reader import CoroutineRunner
 
 __all__ = ["Snapshot", "SnapshotCache"]
 
@@ -64,7 +64,7 @@ class Snapshot:
 @dataclass
 class SnapshotCache:
     store: Store
-    run: Run
+    run: CoroutineRunner
     cache_bytes: int = 256 << 20
     concurrency: int = 16
     troubles: dict[str, str] = field(default_factory=dict)

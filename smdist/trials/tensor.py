@@ -13,14 +13,14 @@ from smdist.errors import (
     TensorUnavailableForStep,
 )
 from smdist.identity import ModeKeys, worker_name
-from smdist.trials.arguments import plain_arguments
+from smdist.trials.arguments import Worker, plain_arguments
 from smdist.trials.reductions import merged, reduce_all, reduction_name, saved_reductions
 
 if TYPE_CHECKING:
     from smdist.coordination.view.membership import StepFacts
     from smdist.trials.catalogue import Catalogue, TensorLocation
+    from smdist.trials.live import LiveTrial
     from smdist.trials.segment_reader import Array
-    from smdist.trials.trial import Trial, Worker
 
 __all__ = ["Tensor"]
 
@@ -35,7 +35,7 @@ class Tensor:
     rank that has the tensor.
     """
 
-    def __init__(self, name: str, trial: Trial) -> None:
+    def __init__(self, name: str, trial: LiveTrial) -> None:
         self.name = name
         self.trial = trial
 

@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
@@ -18,13 +18,12 @@ from smdist.config.collection import Collection, CollectionKeys
 from smdist.coordination.view.membership import Disagreement, MissingReason, RankReport, StepFacts
 from smdist.errors import (
     ConfigurationError,
-    InvalidWorker,
     StepNotYetAvailable,
     StepUnavailable,
     TensorUnavailable,
 )
 from smdist.format.manifest import CollectionInfo, SamplingChanges
-from smdist.identity import ModeKeys, worker_name, worker_rank
+from smdist.identity import ModeKeys, worker_name
 from smdist.storage import loop_thread as sync
 from smdist.trials.arguments import plain_arguments
 from smdist.trials.catalogue import Catalogue
@@ -45,10 +44,9 @@ from smdist.trials.tensor import Tensor
 if TYPE_CHECKING:
     from smdist.storage.store import Store
 
-__all__ = ["Trial", "Worker"]
+__all__ = ["Trial"]
 
 GLOBAL = ModeKeys.GLOBAL
-Worker = Union[str, int, None]  # noqa: UP007 (3.10)
 
 
 @plain_arguments
@@ -56,10 +54,9 @@ class Trial(LiveTrial):
     """Made by `create_trial`."""
 
     def __init__(self, store: Store, name: str, path: str, catalogue: Catalogue) -> None:
-        self.name = name
         self.path = path
         self.logger = logging.getLogger("smdist.trials")
-        super().__init__(store, catalogue)
+        super().__init__(store, name, catalogue)
 
     def __repr__(self) -> str:
         steps = list(self.catalogue.by_number)
@@ -291,27 +288,12 @@ class Trial(LiveTrial):
 
     # -- ranks -------------------------------------------------------------------------------
 
-    def workers(self) -> list[str]:
-        """Return the workers that have started, in order of rank."""
-        if not self.catalogue.ranks:
-            self.refresh_if_live()
-        return [worker_name(rank) for rank in self.catalogue.ranks]
-
     @property
     def num_workers(self) -> int:
         """Return how many ranks of the newest attempt save."""
         return max(
             (len(self.catalogue.expected[a]) for a in self.catalogue.attempts[-1:]), default=0
         )
-
-    def rank_of(self, worker: str | int) -> int:
-        try:
-            rank = worker if isinstance(worker, int) else worker_rank(worker)
-        except ValueError:
-            raise InvalidWorker(worker, self.workers()) from None  # type: ignore[arg-type]
-        if rank not in self.catalogue.ranks:
-            raise InvalidWorker(worker_name(rank), self.workers())
-        return rank
 
     def ranks(self, attempt: int | None = None) -> dict[int, RankReport]:
         """Return a report of each rank as of the last refresh, of the newest attempt or `attempt`."""

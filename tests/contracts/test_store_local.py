@@ -395,7 +395,9 @@ def test_other_trouble_is_a_plain_store_error(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "writev", broken)
-    with pytest.raises(StoreError, match=r"error; check that the file system can be reached$") as caught:
+    with pytest.raises(
+        StoreError, match=r"error; check that the file system can be reached$"
+    ) as caught:
         asyncio.run(_put(LocalStore(tmp_path), "k", b"v"))
     assert type(caught.value) is StoreError
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import smdist.tensorflow as smd
-from smdist.workers.keras_adapter.recording import Recording
+from smdist.workers.keras_adapter.recording import KerasRecording
 from smdist.workers.keras_adapter.step_probes import StepProbes
 from tests.tensorflow.keras_jobs import (
     BATCH,
@@ -76,7 +76,7 @@ def test_an_error_while_the_step_is_traced_is_no_error_of_training(
         raise RuntimeError("cannot look")
 
     if part == "names":
-        monkeypatch.setattr(Recording, "wanted_on_any_step", fail)
+        monkeypatch.setattr(KerasRecording, "wanted_on_any_step", fail)
     else:
         monkeypatch.setattr(StepProbes, "_storable", fail)
     with (

@@ -156,7 +156,7 @@ def test_what_goes_wrong_at_every_step_is_said_once(
     assert said(caplog, "no room") == 1
 
 
-@pytest.mark.parametrize("part", ["Names", "capture_set_of"])
+@pytest.mark.parametrize("part", ["VariableNames", "capture_set_of"])
 @pytest.mark.parametrize("options", [{"eager": True}, {"steps_per_execution": 2}, {}], ids=str)
 def test_a_model_that_cannot_be_looked_at_is_trained_all_the_same(
     tmp_path: Path,

@@ -18,15 +18,15 @@ Who owns a step (each box holds the ones it points to):
     StepProbes       step_probes.py: replaced methods of layers, model and optimizers while a step is
       |              traced or run eagerly; CaptureSet (capture_set.py) says which
       v
-    Recording        recording.py: what the plan wants of the step, by name
-      |              (Names: variable_names.py; per model: model_cache.py)
+    KerasRecording        recording.py: what the plan wants of the step, by name
+      |              (VariableNames: variable_names.py; per model: model_cache.py)
       v
     Replicas         replicas.py: one recorder and capture session for each replica of this process
 
 `TapeLoops` (tape_loops.py) takes the place of Phase and StepRunner in loops that a script writes
 itself: a wrapped GradientTape begins each step.
 
-`KerasHook` (hook.py) is the callback that Keras calls; it holds Phases, TapeLoops and Recording.
+`KerasHook` (hook.py) is the callback that Keras calls; it holds Phases, TapeLoops and KerasRecording.
 """
 
 from __future__ import annotations

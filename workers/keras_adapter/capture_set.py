@@ -1,6 +1,6 @@
 """Which tensors of a Keras step are wanted, sorted by the place in the step where they are seen.
 
-`Recording` computes these sets on the training thread, once per model and plan. `StepProbes` reads
+`KerasRecording` computes these sets on the training thread, once per model and plan. `StepProbes` reads
 them to decide where to look. Everything here is pure.
 
 A gradient has two stages: "local" is what the replica computed, "synced" is what a Horovod reduction
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from smdist.planning import Planner
-from smdist.workers.keras_adapter.variable_names import Names, gradient_name
+from smdist.workers.keras_adapter.variable_names import VariableNames, gradient_name
 
 __all__ = [
     "NOTHING",
@@ -76,7 +76,7 @@ class _Plan(Protocol):
     def wants(self, name: str) -> object | None: ...
 
 
-def capture_set_of(plan: _Plan, names: Names) -> CaptureSet:
+def capture_set_of(plan: _Plan, names: VariableNames) -> CaptureSet:
     """Return what `plan` wants from the inside of a step of the model that `names` describes."""
 
     def wanted(name: str) -> bool:

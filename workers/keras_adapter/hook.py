@@ -29,10 +29,10 @@ from smdist.workers.hook.recorder import Recorder
 from smdist.workers.hook.step_listener import StepListener
 from smdist.workers.keras_adapter.model_building import is_keras_3
 from smdist.workers.keras_adapter.phases import Phases
-from smdist.workers.keras_adapter.recording import Recording
+from smdist.workers.keras_adapter.recording import KerasRecording
 from smdist.workers.keras_adapter.replicas import Replica, ReplicaLayout
 from smdist.workers.keras_adapter.tape_loops import TapeLoops
-from smdist.workers.keras_adapter.variable_names import Names
+from smdist.workers.keras_adapter.variable_names import VariableNames
 from smdist.workers.tf_adapter.base_hook import TensorflowHook
 from smdist.workers.tf_adapter.tensor_access import (
     Array,
@@ -54,7 +54,7 @@ class KerasHook(TensorflowHook, tf.keras.callbacks.Callback):  # type: ignore[mi
     def _attach(self, core: HookCore[Array]) -> StepListener:
         tf.keras.callbacks.Callback.__init__(self)
         self._supports_tf_logs = True  # Keras 2 sets it on the instance
-        self._recording = Recording(core)
+        self._recording = KerasRecording(core)
         self._layout = ReplicaLayout()
         self._phases = Phases(self._recording)
         self._tapes = TapeLoops(self._recording, lambda: self._phases.running)
@@ -216,7 +216,7 @@ class _KerasStepListener(StepListener):
     """What the Keras adapter does as steps come and go; called on the training thread."""
 
     def __init__(
-        self, core: HookCore[Array], recording: Recording, phases: Phases, tapes: TapeLoops
+        self, core: HookCore[Array], recording: KerasRecording, phases: Phases, tapes: TapeLoops
     ) -> None:
         self._core, self._recording, self._phases, self._tapes = core, recording, phases, tapes
 
@@ -256,7 +256,7 @@ class _KerasStepListener(StepListener):
         if not asked:
             return
         # Read again: a model may have changed since its names were last needed.
-        models = [Names(names.model) for names in self._recording.all_names()]
+        models = [VariableNames(names.model) for names in self._recording.all_names()]
         for collection, target in asked:
             if models and not any(n.path_of(target) or n.layer_path(target) for n in models):
                 kind = "variable" if is_variable(target) else "layer"

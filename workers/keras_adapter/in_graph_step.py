@@ -28,11 +28,11 @@ import tensorflow as tf
 from smdist.planning import StepPlan
 from smdist.workers.keras_adapter.capture_set import CaptureSet, common, includes, select_stage
 from smdist.workers.keras_adapter.model_building import is_built
-from smdist.workers.keras_adapter.recording import Recording
+from smdist.workers.keras_adapter.recording import KerasRecording
 from smdist.workers.keras_adapter.step_function import reseed
 from smdist.workers.keras_adapter.step_probes import StepProbes, dense
 from smdist.workers.keras_adapter.step_runner import Execution, StepRunner
-from smdist.workers.keras_adapter.variable_names import Names, all_optimizers
+from smdist.workers.keras_adapter.variable_names import VariableNames, all_optimizers
 from smdist.workers.tf_adapter.graph_callbacks import call_if
 from smdist.workers.tf_adapter.tensor_access import (
     Array,
@@ -52,10 +52,10 @@ class InGraphStep(StepRunner):
     """One for each model and kind of phase. It lives as long as Keras' function does."""
 
     def __init__(
-        self, recording: Recording, model: Any, kind: str, remake: Callable[[], None]
+        self, recording: KerasRecording, model: Any, kind: str, remake: Callable[[], None]
     ) -> None:
         """Make the step of `model`; `remake` has Keras make its function again."""
-        self._recording: Recording | None = recording  # None: the hook is closed
+        self._recording: KerasRecording | None = recording  # None: the hook is closed
         self._model, self._kind, self._remake = model, kind, remake
         # Within the scope of a strategy a new variable concerns all processes. The scope belongs to
         # this thread, so the variable is made on another one.
@@ -111,7 +111,7 @@ class InGraphStep(StepRunner):
         self._flag.assign(value=False)
         self.armed = False
 
-    def _remake_if_needed(self, recording: Recording, handed_over: CaptureSet) -> None:
+    def _remake_if_needed(self, recording: KerasRecording, handed_over: CaptureSet) -> None:
         """Have the function made again if it cannot hand over what the next step wants."""
         optimizers = self._optimizers(recording)
         if list(map(id, optimizers)) != list(map(id, self._probed)):
@@ -126,7 +126,7 @@ class InGraphStep(StepRunner):
         if omitted or not includes(handed_over, wanted):
             self._remake()
 
-    def _optimizers(self, recording: Recording) -> list[Any]:
+    def _optimizers(self, recording: KerasRecording) -> list[Any]:
         if self._kind != "train":
             return []
         return all_optimizers(self._model, recording.optimizers)
@@ -197,7 +197,7 @@ class InGraphStep(StepRunner):
         self._probed = optimizers
         return StepProbes(names, wanted, recording.errors), optimizers, begun
 
-    def _add_begin(self, recording: Recording, names: Names, data: Any) -> Any:
+    def _add_begin(self, recording: KerasRecording, names: VariableNames, data: Any) -> Any:
         """Add the callback that begins a captured step and hands over its variables."""
         found = recording.variables(names, self._kind)
         variables = [named for named in found if recording.wanted_anywhere(named.name)]

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from smdist.identity import ModeKeys
-from smdist.workers.keras_adapter.recording import Recording
+from smdist.workers.keras_adapter.recording import KerasRecording
 from smdist.workers.keras_adapter.step_runner import (
     StepCounter,
     StepRunner,
@@ -44,7 +44,7 @@ class Phase:
 
     def __init__(
         self,
-        recording: Recording,
+        recording: KerasRecording,
         model: Any,
         kind: str,
         runner: StepRunner,
@@ -142,7 +142,7 @@ class Phase:
         recording.count(counter.passed(source))
         return result
 
-    def join_waiting(self) -> list[Recording]:
+    def join_waiting(self) -> list[KerasRecording]:
         """Return the recordings of other hooks whose phases wait below, and mark those running."""
         for phase in list(self._lower()):
             if not phase._is_ours():

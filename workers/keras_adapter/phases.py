@@ -15,7 +15,7 @@ from smdist.workers import horovod_support as horovod
 from smdist.workers.keras_adapter.in_graph_step import InGraphStep
 from smdist.workers.keras_adapter.model_cache import ModelCache
 from smdist.workers.keras_adapter.phase import Phase
-from smdist.workers.keras_adapter.recording import Recording
+from smdist.workers.keras_adapter.recording import KerasRecording
 from smdist.workers.keras_adapter.replicas import ReplicaLayout
 from smdist.workers.keras_adapter.step_function import next_seed_offset, set_seed_offset
 from smdist.workers.keras_adapter.step_runner import (
@@ -32,7 +32,7 @@ __all__ = ["Phases"]
 class Phases:
     """The phases of one hook, on all its models."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: KerasRecording) -> None:
         self._recording = recording
         self._traced_step = TracedStep(recording)
         self._in_graph_steps: ModelCache[dict[str, InGraphStep]] = ModelCache(dict)

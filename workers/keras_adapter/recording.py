@@ -36,10 +36,10 @@ from smdist.workers.keras_adapter.capture_set import (
 from smdist.workers.keras_adapter.model_building import is_built, is_only_marked_built
 from smdist.workers.keras_adapter.model_cache import ModelCache
 from smdist.workers.keras_adapter.replicas import Replicas
-from smdist.workers.keras_adapter.variable_names import NamedVariable, Names, all_optimizers
+from smdist.workers.keras_adapter.variable_names import NamedVariable, VariableNames, all_optimizers
 from smdist.workers.tf_adapter.tensor_access import Array, array_of, is_variable, tf_variable
 
-__all__ = ["Recording"]
+__all__ = ["KerasRecording"]
 
 _RESULTS = {CollectionKeys.LOSSES, CollectionKeys.METRICS, CollectionKeys.SM_METRICS}
 _LOSSES = ("loss", "val_loss")
@@ -47,11 +47,11 @@ _LOSSES = ("loss", "val_loss")
 
 class _ModelFacts:
     def __init__(self) -> None:
-        self.names: Names | None = None
+        self.names: VariableNames | None = None
         self.wanted: dict[StepPlan, CaptureSet] = {}
 
 
-class Recording:
+class KerasRecording:
     """The steps of one hook, over all its models."""
 
     def __init__(self, core: HookCore[Array]) -> None:
@@ -75,7 +75,7 @@ class Recording:
         """Note that a loop of the script trains `model`."""
         self._model = self._registered = model
 
-    def registered_names(self) -> Names | None:
+    def registered_names(self) -> VariableNames | None:
         model = self._registered
         return self.names(model) if model is not None and is_built(model) else None
 
@@ -156,7 +156,7 @@ class Recording:
         values = [strategy.experimental_local_results(tf_variable(n.variable)) for n in named]
         self.replicas.offer(tuple(n.name for n in named), values, array_of)
 
-    def variables(self, names: Names, kind: str) -> list[NamedVariable]:
+    def variables(self, names: VariableNames, kind: str) -> list[NamedVariable]:
         """Return the variables of a model and, in training steps, those of its optimizers."""
         if kind != "train":
             return names.variables
@@ -185,14 +185,14 @@ class Recording:
             self.errors.on_exception(error, "looking at the model")
             return NOTHING
 
-    def wanted(self, plan: StepPlan, names: Names) -> CaptureSet:
+    def wanted(self, plan: StepPlan, names: VariableNames) -> CaptureSet:
         cached = self._models.of(names.model).wanted
         found = cached.get(plan)
         if found is None:
             found = cached[plan] = with_stage(capture_set_of(plan, names), self.synced)
         return found
 
-    def wanted_on_any_step(self, names: Names, kind: str) -> CaptureSet:
+    def wanted_on_any_step(self, names: VariableNames, kind: str) -> CaptureSet:
         wanted = with_stage(capture_set_of(AnyStep(self._planner), names), self.synced)
         if kind != "train":
             wanted = wanted._replace(gradients=frozenset(), synced=frozenset())
@@ -239,7 +239,7 @@ class Recording:
 
     # -- names --------------------------------------------------------------------------------
 
-    def names(self, model: Any, *, refresh: bool = False) -> Names:
+    def names(self, model: Any, *, refresh: bool = False) -> VariableNames:
         """Return the names of `model`, checked once in a step or when `refresh` asks for it.
 
         Going through a model takes as long as a small step.
@@ -247,13 +247,13 @@ class Recording:
         facts, now = self._models.of(model), self._clock.step
         names = facts.names
         if names is None or ((refresh or names.checked_at != now) and not names.current):
-            names = facts.names = Names(model)
+            names = facts.names = VariableNames(model)
             facts.wanted.clear()
             self.bind_requests()
         names.checked_at = now
         return names
 
-    def all_names(self) -> list[Names]:
+    def all_names(self) -> list[VariableNames]:
         return [facts.names for facts in self._models if facts.names is not None]
 
     def bind_requests(self) -> None:
@@ -285,7 +285,7 @@ class Recording:
         self._model = self._registered = None
 
 
-def _patterns(names: Names, target: Any, inputs: bool, outputs: bool) -> list[str]:
+def _patterns(names: VariableNames, target: Any, inputs: bool, outputs: bool) -> list[str]:
     if is_variable(target):
         path = names.path_of(target)
         found = [n.name for n in names.variables if n.path == path]

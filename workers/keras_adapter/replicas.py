@@ -2,7 +2,7 @@
 
 A strategy that mirrors a model on several devices runs all its replicas in one process. Each one
 that saves has its own session, spool and uploader. The first of them is the hook itself: `Replicas`
-uses its recorder. Called by `Recording` and `KerasHook` on the training thread, in this order for
+uses its recorder. Called by `KerasRecording` and `KerasHook` on the training thread, in this order for
 each step: `begin`, `offer` for each group of tensors, `close` or `finish`.
 """
 

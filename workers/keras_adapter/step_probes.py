@@ -28,7 +28,7 @@ from smdist.format.dtypes import dtype_code
 from smdist.workers import horovod_support as horovod
 from smdist.workers.hook.error_policy import ErrorPolicy
 from smdist.workers.keras_adapter.capture_set import SYNCED_PREFIX, CaptureSet
-from smdist.workers.keras_adapter.variable_names import Names, gradient_name
+from smdist.workers.keras_adapter.variable_names import VariableNames, gradient_name
 from smdist.workers.tf_adapter.tensor_access import flat_tensors, non_dense_forms, unconverted
 
 __all__ = ["StepProbes", "dense"]
@@ -60,7 +60,7 @@ def dense(value: Any) -> Any:
 class StepProbes:
     """The probes for one set of wanted tensors of one model."""
 
-    def __init__(self, names: Names, wanted: CaptureSet, errors: ErrorPolicy) -> None:
+    def __init__(self, names: VariableNames, wanted: CaptureSet, errors: ErrorPolicy) -> None:
         self._names, self._wanted, self._errors = names, wanted, errors
         self._step = threading.local()  # replicas are traced on threads of their own
         self._gradients_seen = False

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from smdist.workers.keras_adapter.recording import Recording
+from smdist.workers.keras_adapter.recording import KerasRecording
 
 __all__ = [
     "Execution",
@@ -38,13 +38,13 @@ class Execution(Protocol):
 
     model: Any
     kind: str  # "train", "test" or "predict"
-    recording: Recording
+    recording: KerasRecording
     below: Callable[[Any], Any]  # the next phase, or Keras' function
 
     @property
     def keras_function(self) -> Callable[[Any], Any]: ...
 
-    def join_waiting(self) -> list[Recording]:
+    def join_waiting(self) -> list[KerasRecording]:
         """Return the recordings of other hooks whose phases wait below, and mark those running."""
 
 

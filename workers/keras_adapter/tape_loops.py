@@ -30,7 +30,7 @@ import tensorflow as tf
 
 from smdist.config.collection import CollectionKeys
 from smdist.identity import ModeKeys
-from smdist.workers.keras_adapter.recording import Recording
+from smdist.workers.keras_adapter.recording import KerasRecording
 from smdist.workers.keras_adapter.step_probes import StepProbes
 from smdist.workers.keras_adapter.variable_names import (
     LooseNames,
@@ -80,7 +80,7 @@ class _TracedLoopStep(NamedTuple):
 class TapeLoops:
     """The wrapped tapes of one hook."""
 
-    def __init__(self, recording: Recording, in_fit: Callable[[], bool]) -> None:
+    def __init__(self, recording: KerasRecording, in_fit: Callable[[], bool]) -> None:
         """Make it for the hook of `recording`; `in_fit` checks whether a step of `fit` runs."""
         core = recording.core
         self._recording, self._clock, self._manager = recording, core.clock, core.manager

@@ -14,7 +14,7 @@ from typing import Any
 from smdist.workers.keras_adapter.capture_set import CaptureSet, union
 from smdist.workers.keras_adapter.model_building import build_model, complete_model, is_built
 from smdist.workers.keras_adapter.model_cache import ModelCache
-from smdist.workers.keras_adapter.recording import Recording
+from smdist.workers.keras_adapter.recording import KerasRecording
 from smdist.workers.keras_adapter.step_function import Outcome, StepFunction
 from smdist.workers.keras_adapter.step_probes import StepProbes
 from smdist.workers.keras_adapter.step_runner import (
@@ -24,7 +24,7 @@ from smdist.workers.keras_adapter.step_runner import (
     run_for_results,
     run_one_by_one,
 )
-from smdist.workers.keras_adapter.variable_names import Names, all_optimizers
+from smdist.workers.keras_adapter.variable_names import VariableNames, all_optimizers
 
 __all__ = ["TracedStep"]
 
@@ -39,7 +39,7 @@ class _Functions:
     """
 
     def __init__(self) -> None:
-        self.names: Names | None = None
+        self.names: VariableNames | None = None
         self.completed = False
         self.by_key: dict[_Key, tuple[Any, StepFunction]] = {}
 
@@ -47,7 +47,7 @@ class _Functions:
 class TracedStep(StepRunner):
     """One for each hook, for all its models."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: KerasRecording) -> None:
         self._recording = recording
         self._functions = ModelCache(_Functions)
 
@@ -67,7 +67,7 @@ class TracedStep(StepRunner):
             lambda batch: self._run_step(execution, batch, recordings),
         )
 
-    def _run_step(self, execution: Execution, batch: Any, recordings: list[Recording]) -> Any:
+    def _run_step(self, execution: Execution, batch: Any, recordings: list[KerasRecording]) -> Any:
         """Run one step, due or not, on a batch that is there."""
         model, kind = execution.model, execution.kind
         for recording in recordings:
@@ -84,7 +84,7 @@ class TracedStep(StepRunner):
             recording.close()
         return result
 
-    def _prepare(self, model: Any, batch: Any, recording: Recording) -> None:
+    def _prepare(self, model: Any, batch: Any, recording: KerasRecording) -> None:
         if not is_built(model):
             build_model(model, batch, recording.errors)
             return
@@ -98,7 +98,7 @@ class TracedStep(StepRunner):
         execution: Execution,
         batch: Any,
         wanted: CaptureSet | None,
-        recordings: list[Recording],
+        recordings: list[KerasRecording],
     ) -> Outcome:
         function = self._function(execution, wanted, recordings)
         try:
@@ -114,7 +114,7 @@ class TracedStep(StepRunner):
             return outcome
 
     def _function(
-        self, execution: Execution, wanted: CaptureSet | None, recordings: list[Recording]
+        self, execution: Execution, wanted: CaptureSet | None, recordings: list[KerasRecording]
     ) -> StepFunction:
         model, kind = execution.model, execution.kind
         optimizers = []

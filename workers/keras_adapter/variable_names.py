@@ -9,7 +9,7 @@ A name is the place in the model. The names that Keras gives differ between its 
     optimizer/dense/kernel/momentums   a variable that the optimizer keeps for it
     optimizer/iterations               another variable of the optimizer
 
-Used by `Recording` and `TapeLoops` on the training thread. Nothing is written to the model.
+Used by `KerasRecording` and `TapeLoops` on the training thread. Nothing is written to the model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from smdist.workers.tf_adapter.tensor_access import is_variable, tf_variable
 __all__ = [
     "LooseNames",
     "NamedVariable",
-    "Names",
+    "VariableNames",
     "all_optimizers",
     "gradient_name",
     "unique",
@@ -50,7 +50,7 @@ def weight_name(path: str) -> str:
     return f"{path.partition('/')[0]}/weights/{path}:0"
 
 
-class Names:
+class VariableNames:
     """The names of one model at the time this was made; `current` checks whether they still hold."""
 
     def __init__(self, model: Any) -> None:

@@ -6,7 +6,7 @@
              optimizer, read after all other callbacks at the end of the backward pass. Horovod
              reduces until its optimizer steps, so it needs the optimizer
 
-`Recording` calls `arm` for each captured step and `disarm` at the next idle one. Parameters have hooks
+`TorchRecording` calls `arm` for each captured step and `disarm` at the next idle one. Parameters have hooks
 only while recorded steps want their gradients. The hooks run on autograd's thread.
 """
 

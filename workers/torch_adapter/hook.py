@@ -28,7 +28,7 @@ from smdist.workers.hook.core import HookCore
 from smdist.workers.hook.step_clock import StepOn
 from smdist.workers.hook.user_values import TensorAdapter
 from smdist.workers.torch_adapter.collection import Collection
-from smdist.workers.torch_adapter.recording import Recording
+from smdist.workers.torch_adapter.recording import TorchRecording
 from smdist.workers.torch_adapter.tensor_access import TorchAccess, Value, describe, readable
 
 __all__ = ["Hook"]
@@ -45,8 +45,8 @@ class Hook(BaseHook[Value]):
     def _tensor_adapter(self) -> TensorAdapter[Value]:
         return TensorAdapter(TorchAccess(), describe, _value, _copy)
 
-    def _attach(self, core: HookCore[Value]) -> Recording:
-        self._recording = Recording(core)
+    def _attach(self, core: HookCore[Value]) -> TorchRecording:
+        self._recording = TorchRecording(core)
         return self._recording
 
     # -- registering --------------------------------------------------------------------------

@@ -21,7 +21,15 @@ from typing import NamedTuple
 
 from torch import nn
 
-__all__ = ["NamedParameter", "Names", "compiled", "entrance", "inner", "layers", "parameters_of"]
+__all__ = [
+    "ModuleNames",
+    "NamedParameter",
+    "compiled",
+    "entrance",
+    "inner",
+    "layers",
+    "parameters_of",
+]
 
 # The attribute under which a wrapper keeps what it wraps.
 _COMPILED = "_orig_mod"
@@ -107,7 +115,7 @@ def parameters_of(root: nn.Module, root_name: str) -> Iterator[NamedParameter]:
             yield NamedParameter(name, parameter, core)
 
 
-class Names:
+class ModuleNames:
     """Names given so far, by the identity of the module."""
 
     def __init__(self) -> None:

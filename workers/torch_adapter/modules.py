@@ -1,6 +1,6 @@
 """Capture the inputs and outputs of modules in a recorded step.
 
-`Recording` calls `arm` for each captured step and `disarm` at the next idle one; the hooks run on the
+`TorchRecording` calls `arm` for each captured step and `disarm` at the next idle one; the hooks run on the
 training thread. Inputs are read before the module runs, as it may change them in place. A module that
 is called again in the same step continues its numbers. Forwards that run again inside a backward pass
 (activation checkpointing) are not recorded.

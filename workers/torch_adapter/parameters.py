@@ -1,6 +1,6 @@
 """Know the parameters of all registered roots by name, and capture their values.
 
-`Recording` calls `refresh` and `save_values` at the start of each captured step.
+`TorchRecording` calls `refresh` and `save_values` at the start of each captured step.
 """
 
 from __future__ import annotations

@@ -34,13 +34,13 @@ from smdist.workers.torch_adapter.callbacks import Callback, Counting, in_backwa
 from smdist.workers.torch_adapter.compiled_modules import stop_outer_graphs, within_outer_graph
 from smdist.workers.torch_adapter.gradients import Gradients
 from smdist.workers.torch_adapter.missed_calls import MissedCallDetector
-from smdist.workers.torch_adapter.module_names import Names, compiled, entrance
+from smdist.workers.torch_adapter.module_names import ModuleNames, compiled, entrance
 from smdist.workers.torch_adapter.modules import Modules
 from smdist.workers.torch_adapter.optimizers import Optimizers
 from smdist.workers.torch_adapter.parameters import Parameters
 from smdist.workers.torch_adapter.tensor_access import Value
 
-__all__ = ["Recording"]
+__all__ = ["TorchRecording"]
 
 _FORWARD_FAILED = "an exception ended its forward pass"
 
@@ -52,13 +52,13 @@ class _Root(NamedTuple):
     compiled: bool
 
 
-class Recording(StepListener):
+class TorchRecording(StepListener):
     """The torch adapter of one hook."""
 
     def __init__(self, core: HookCore[Value]) -> None:
         self._core = core
         self._clock, self._recorder, self._errors = core.clock, core.recorder, core.errors
-        self._names = Names()
+        self._names = ModuleNames()
         self._roots: list[_Root] = []
         self._losses: list[nn.Module] = []
         self._handles: list[RemovableHandle] = []

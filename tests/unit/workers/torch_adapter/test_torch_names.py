@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from smdist.workers.torch_adapter.callbacks import Callback
-from smdist.workers.torch_adapter.module_names import Names, entrance, inner, parameters_of
+from smdist.workers.torch_adapter.module_names import ModuleNames, entrance, inner, parameters_of
 from smdist.workers.torch_adapter.nested_tensors import MAX_ENTRIES, tensors_in
 
 
@@ -68,7 +68,7 @@ def compiled(module: nn.Module) -> nn.Module:
 
 
 def names_of(module: nn.Module) -> tuple[list[str], list[str]]:
-    name, named = Names().add_root(module)
+    name, named = ModuleNames().add_root(module)
     return list(named), [entry.name for entry in parameters_of(entrance(module), name)]
 
 
@@ -96,7 +96,7 @@ def test_wrappers_inside_leave_no_trace_either() -> None:
     net = Net()
     net.layer1[0] = compiled(net.layer1[0])
     setattr(net, "head", nn.DataParallel(net.head))  # noqa: B010 (another type)
-    names = Names()
+    names = ModuleNames()
     _, named = names.add_root(net)
     assert list(named) == MODULES
     assert [entry.name for entry in parameters_of(net, "Net")] == PARAMETERS
@@ -116,7 +116,7 @@ def test_what_is_shared_has_one_name_the_first() -> None:
 
 
 def test_names_are_unique_over_roots() -> None:
-    names = Names()
+    names = ModuleNames()
     first, second, third = Net(), Net(), nn.Linear(2, 2)
     assert names.add_root(first)[0] == "Net"
     name, named = names.add_root(second)
@@ -129,13 +129,13 @@ def test_names_are_unique_over_roots() -> None:
 
 
 def test_a_further_root_without_clashes_keeps_its_paths() -> None:
-    names = Names()
+    names = ModuleNames()
     names.add_root(Net())
     assert list(names.add_root(Block())[1]) == ["Block", "fc1", "act"]
 
 
 def test_losses_go_by_their_class() -> None:
-    names = Names()
+    names = ModuleNames()
     assert names.add_loss(nn.CrossEntropyLoss()) == "CrossEntropyLoss"
     assert names.add_loss(nn.CrossEntropyLoss()) == "CrossEntropyLoss_1"
 
@@ -147,7 +147,7 @@ def test_a_loss_that_is_part_of_a_root_has_one_name() -> None:
             self.criterion = nn.MSELoss()
 
     for loss_first in (True, False):
-        names, root = Names(), WithLoss()
+        names, root = ModuleNames(), WithLoss()
         if loss_first:
             names.add_loss(root.criterion)
             assert list(names.add_root(root)[1]) == ["WithLoss"]
@@ -288,7 +288,7 @@ def test_a_submodule_called_like_the_class_of_its_root() -> None:
     root = Block()
     root.Block = Block()
     root.Block.Block = nn.ReLU()
-    name, named = Names().add_root(root)
+    name, named = ModuleNames().add_root(root)
     assert name == "Block"
     assert named["Block"] is root
     assert named["Block.Block"] is root.Block

@@ -308,7 +308,7 @@ def test_a_hook_that_the_end_of_the_process_closes(
 ) -> None:
     hook = hooked(tmp_path / "run")
     hook.save_scalar("mine", 1.0)
-    hook.at_exit("")
+    hook._core.at_exit("")
     hook.save_scalar("late", 1.0)
     assert not told_closed(caplog)
     assert read(tmp_path / "run").tensor_names() == ["scalar/mine"]

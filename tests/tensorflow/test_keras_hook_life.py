@@ -474,8 +474,8 @@ def test_a_layer_that_no_model_had(tmp_path: Path, way_of: str) -> None:
     assert {"hidden/outputs", "hidden/weights/hidden/kernel:0"} <= set(trial.tensor_names())
     told = [message for found in trial.troubles().values() for message in found]
     assert told == [
-        "collection mine asked for layer elsewhere, which no model had",
-        f"collection mine asked for variable {variable.name}, which no model had",
+        "collection mine asked for layer elsewhere, but no model had it",
+        f"collection mine asked for variable {variable.name}, but no model had it",
     ]
 
 

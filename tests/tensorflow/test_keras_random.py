@@ -149,7 +149,7 @@ def test_captured_steps_draw_numbers_of_their_own(
     """Steps that are not captured draw what the first steps draw without a hook."""
     x, y = data(4)
     interval, first = SAVES[save]
-    options = {"batch_size": BATCH, "epochs": 9, "verbose": 0}
+    options = {"batch_size": BATCH, "epochs": 9, "verbose": 0, "shuffle": False}
     plain, found = Losses(), Losses()
     make(kind, name, rate=0.0).fit(x, y, callbacks=[plain], **options)
     config = smd.SaveConfig(save_interval=interval, start_step=first)
@@ -170,7 +170,7 @@ def test_no_number_comes_twice_when_a_hook_comes_late(tmp_path: Path, kind: str,
     """What is computed shows the numbers, as nothing else changes."""
     x, y = data(4)
     model, losses, place = make(kind, name, rate=0.0), Losses(), way(name)[1]
-    options = {"batch_size": BATCH, "epochs": 4, "verbose": 0}
+    options = {"batch_size": BATCH, "epochs": 4, "verbose": 0, "shuffle": False}
     model.fit(x, y, callbacks=[losses], **options)
     with hooked(tmp_path / "run", interval=2, include_collections=INSIDE, **place) as hook:
         model.fit(x, y, callbacks=[hook, losses], **options)
@@ -184,7 +184,7 @@ def test_no_number_comes_twice_when_a_hook_comes_late(tmp_path: Path, kind: str,
 def test_no_number_comes_twice_for_several_hooks_that_ask_for_more(tmp_path: Path) -> None:
     x, y = data(4)
     model, losses, place = make("noise", "inline", rate=0.0), Losses(), way("inline")[1]
-    options = {"batch_size": BATCH, "epochs": 3, "verbose": 0}
+    options = {"batch_size": BATCH, "epochs": 3, "verbose": 0, "shuffle": False}
     with (
         hooked(tmp_path / "one", include_collections=INSIDE, **place) as one,
         hooked(tmp_path / "two", include_collections=["weights", "more"], **place) as two,
@@ -204,7 +204,7 @@ def test_no_number_comes_twice_for_several_hooks_that_ask_for_more(tmp_path: Pat
 
 def test_several_steps_in_an_execution(tmp_path: Path) -> None:
     x, y = data(4)
-    options = {"batch_size": 1, "epochs": 3, "verbose": 0}
+    options = {"batch_size": 1, "epochs": 3, "verbose": 0, "shuffle": False}
     model, losses = make("noise", "plain", rate=0.0), Losses()
     model.compile(
         optimizer=tf.keras.optimizers.SGD(0.0), loss="mse", jit_compile=False, steps_per_execution=2
@@ -256,7 +256,7 @@ def test_an_error_of_the_script_is_not_ours(
     model = tf.keras.Sequential([tf.keras.Input(shape=(50,)), layer_of("noise"), top], name="net")
     loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer="sgd", loss=loss, jit_compile=False)
-    given = {"batch_size": BATCH, "verbose": 0}
+    given = {"batch_size": BATCH, "verbose": 0, "shuffle": False}
     with smd.KerasHook(
         tmp_path / "run",
         include_collections=INSIDE,

@@ -16,6 +16,8 @@ the last put leaves there is the run, and `run.json` is not written again:
 - Each rank that is still at work stores its session again, with the id that it finds (`run_guard.py`).
 - The rank whose put was the last one does that for ranks that have ended (`_correct_sessions`). The id of a
   run follows from the session that created it, so a restarted uploader knows that it was the one.
+- Whatever a rank stores with a run id, it reads `run.json` afterwards, and corrects what it stored. An
+  uploader that was killed in between does so after its restart.
 
 Other files in the directory are ignored. A `run.json` of something else, or manifests without `run.json`
 and sessions, are an error: mixing would lose data.
@@ -28,8 +30,7 @@ import hashlib
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -73,11 +74,11 @@ from smdist.workers.spool.spool import UNKNOWN_ATTEMPT, Entry
 __all__ = [
     "JoinedRun",
     "check_location",
+    "correct_summary",
     "current_process",
     "join_run",
     "new_session",
     "sessions_to_read",
-    "store_run_id",
 ]
 
 _NEIGHBOURS = 8
@@ -134,6 +135,9 @@ async def join_run(
         if run is None and not sessions:
             await _reject_remains(store)
         own = next((s for s in sessions if s.session == session.session), None)
+        restarted = (
+            own is not None
+        )  # its predecessor may have been killed while it corrected others
         if own is None:
             own = replace(
                 session, attempt=_decide(store, me, sessions, entry.resume, entry.attempt)
@@ -143,7 +147,7 @@ async def join_run(
         own = replace(own, run_id=run.run_id)
         if await _put_session(store, own):
             contested = isinstance(store, MayIgnoreConditions) and store.ignores_conditions
-            if contested and run.run_id == _run_id(own):
+            if contested and (restarted or run.run_id == _run_id(own)):
                 await _correct_sessions(store, me, own)
             return JoinedRun(run, own)
     raise StoreError(
@@ -211,12 +215,9 @@ def sessions_to_read(keys: Sequence[str], rank: int) -> list[str]:
     return sorted(chosen)
 
 
-async def store_run_id(store: Store, session: Session) -> None:
-    """Store `session` again, and its summary if there is one, because they named another run."""
-    worker, attempt = worker_name(session.rank), session.attempt
-    key = session_key(worker, attempt)
-    await store.put(key, [encode(session, key)])
-    key = summary_key(worker, attempt)
+async def correct_summary(store: Store, session: Session) -> None:
+    """Store the summary of `session` again if there is one and it names another run."""
+    key = summary_key(worker_name(session.rank), session.attempt)
     try:
         summary = await read(store, key, RankSummary)
     except (ObjectNotFound, CorruptObject):
@@ -336,35 +337,34 @@ async def _put_if_absent(store: Store, key: str, value: Run | Session) -> bool:
 
 
 async def _correct_sessions(store: Store, me: StartingRank, own: Session) -> None:
-    """Store the run id in sessions of this start that name a run which `run.json` no longer names.
+    """Store the run id in sessions and summaries of this start that name a run which is replaced.
 
     Ends once `run.json` names the id that was stored. So whichever rank writes last, it has seen the last
     `run.json`, or the rank that replaced `run.json` after that sees what was written.
     """
-    run_id = own.run_id
+    objects, run_id = RunObjects(store), own.run_id
+
+    async def correct(owner: Owner) -> None:
+        try:
+            session = await objects.session(owner)
+        except (ObjectNotFound, CorruptObject):
+            return
+        if not session.run_id or relation(me, session, ()) is SameLaunch.OTHER:
+            return
+        corrected = replace(session, run_id=run_id)
+        if corrected != session:
+            key = session_key(worker_name(session.rank), session.attempt)
+            await store.put(key, [encode(corrected, key)])
+        # Also if the session is right: its rank may have corrected it, and we stored the summary since.
+        if owner in ended:
+            await correct_summary(store, corrected)
+
     while True:
-        owners = await _others_to_correct(store, own)
-        correct = partial(_correct_session, store, me, run_id)
-        await bounded_gather(correct, owners, _CONCURRENCY)
+        begun, ended = await asyncio.gather(objects.list_sessions(), objects.list_summaries())
+        owners = begun if len(begun) <= _MAX_CORRECTED else ended
+        others = [o for o in owners if o[0] == own.attempt and o[1] != own.rank]
+        await bounded_gather(correct, others, _CONCURRENCY)
         run = await _read_run(store)
         if run is None or run.run_id == run_id:
             return
         run_id = run.run_id
-
-
-async def _others_to_correct(store: Store, own: Session) -> list[Owner]:
-    objects = RunObjects(store)
-    found: Iterable[Owner] = await objects.list_sessions()
-    if len([*found]) > _MAX_CORRECTED:
-        found = await objects.list_summaries()
-    return [owner for owner in found if owner[0] == own.attempt and owner[1] != own.rank]
-
-
-async def _correct_session(store: Store, me: StartingRank, run_id: str, owner: Owner) -> None:
-    try:
-        session = await RunObjects(store).session(owner)
-    except (ObjectNotFound, CorruptObject):
-        return
-    if session.run_id in ("", run_id) or relation(me, session, ()) is SameLaunch.OTHER:
-        return
-    await store_run_id(store, replace(session, run_id=run_id))

@@ -32,7 +32,7 @@ from smdist.format.stored_json import encode, read
 from smdist.identity import worker_name
 from smdist.processes import is_alive
 from smdist.storage.store import MayIgnoreConditions, Store
-from smdist.workers.join.enrolment import join_run
+from smdist.workers.join.enrolment import correct_summary, join_run
 from smdist.workers.spool.ack_page import AckPage
 from smdist.workers.spool.spool import Spool
 from smdist.workers.upload.retry import ForeignObject, Retrier
@@ -75,6 +75,7 @@ class RunGuard:
     ) -> None:
         self._store, self._renamed = store, renamed
         self.run, self.session = run, session
+        self._storing = asyncio.Lock()  # one put at a time: of two, the older id may land last
         self._session_key = session_key(worker_name(session.rank), session.attempt)
 
     @property
@@ -107,25 +108,38 @@ class RunGuard:
             and isinstance(session, Session)
             and not run.run_id == session.run_id == self.session.run_id
         ):
-            await self._adopt(run)
+            async with self._storing:
+                await self._adopt(run)
             await self.follow_run()
         return run is not None and session is not None
 
-    async def follow_run(self) -> bool:
-        """Store the session again if `run.json` names another run by now; return whether it did.
+    async def follow_run(self) -> None:
+        """Store the session again if `run.json` names another run by now.
 
         Reads `run.json` again after each put: the last of several writers has seen the last `run.json`.
         """
-        followed = False
-        while True:
-            run = await self._read(RUN_KEY, Run)
-            if not isinstance(run, Run) or run.run_id == self.session.run_id:
-                return followed
-            session = await self._read(self._session_key, Session)
-            if not isinstance(session, Session) or session.session != self.session.session:
-                return followed  # the run was removed, or is another one: see `is_present`
-            await self._adopt(run)
-            followed = True
+        async with self._storing:
+            while True:
+                run = await self._read(RUN_KEY, Run)
+                if not isinstance(run, Run) or run.run_id == self.session.run_id:
+                    return
+                session = await self._read(self._session_key, Session)
+                if not isinstance(session, Session) or session.session != self.session.session:
+                    return  # the run was removed, or is another one: see `is_present`
+                await self._adopt(run)
+
+    async def follow_run_with_summary(self, stored: Session | None) -> None:
+        """Store session and summary again if another rank has replaced `run.json`.
+
+        `stored` is the session in the summary, None if that is not known.
+        """
+        while self.contested:
+            await self.follow_run()
+            session = self.session
+            if session == stored:
+                return
+            await correct_summary(self._store, session)
+            stored = session
 
     async def follow_contested_run(self, stopping: asyncio.Event) -> None:
         """Look at `run.json` several times within the first minute, if another rank may replace it."""
@@ -141,7 +155,8 @@ class RunGuard:
         """Store `run.json` and the session again after they were removed."""
         with contextlib.suppress(ObjectExists):  # another rank was faster, or another run
             await self._store.put(RUN_KEY, (encode(self.run, RUN_KEY),), if_absent=True)
-        await self._put_session()
+        async with self._storing:
+            await self._put_session(self.session)
 
     def not_found_error(self) -> RunNotAtThisLocation:
         return RunNotAtThisLocation(
@@ -151,12 +166,13 @@ class RunGuard:
         )
 
     async def _adopt(self, run: Run) -> None:
-        self.run, self.session = run, replace(self.session, run_id=run.run_id)
-        await self._put_session()
-        self._renamed(self.run, self.session)
+        session = replace(self.session, run_id=run.run_id)
+        await self._put_session(session)
+        self.run, self.session = run, session  # not before: a put that failed must be repeated
+        self._renamed(run, session)
 
-    async def _put_session(self) -> None:
-        await self._store.put(self._session_key, (encode(self.session, self._session_key),))
+    async def _put_session(self, session: Session) -> None:
+        await self._store.put(self._session_key, (encode(session, self._session_key),))
 
     async def _read(
         self, key: str, kind: type[Run | Session]

@@ -29,7 +29,6 @@ from smdist.messages import readable_bytes
 from smdist.processes import is_stopped, watch_exit
 from smdist.storage import open_store
 from smdist.storage.store import HasParts, Store
-from smdist.workers.join.enrolment import store_run_id
 from smdist.workers.spool.ack_page import AckPage
 from smdist.workers.spool.journal import JournalReader
 from smdist.workers.spool.spool import Doorbell, Spool
@@ -285,11 +284,9 @@ class Uploader:
                 self._summary.session = self._spool.info.session
                 await self._summary.write(store, count)
             # `run.json` may have been replaced before the summary was in the store.
-            while self._guard is not None and self._guard.contested:
-                if not await self._guard.follow_run() and written:
-                    break
-                written = True
-                await store_run_id(store, self._guard.session)
+            if self._guard is not None:
+                stored = self._summary.session if written else None
+                await self._guard.follow_run_with_summary(stored)
 
         bearable = (SmdistError, OSError, ValueError, asyncio.TimeoutError)
         with contextlib.suppress(*bearable):

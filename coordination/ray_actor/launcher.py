@@ -115,7 +115,7 @@ def _attach_local(start_local: bool) -> Iterator[Attachment]:
 def _check_unattached(ray: Any) -> None:
     if ray.is_initialized():
         raise CoordinationError(
-            "this process is connected to another Ray. Use that one (address auto), call "
+            "this process is already connected to a Ray. Use that one (address auto), call "
             "ray.shutdown() first, or use another process."
         )
 

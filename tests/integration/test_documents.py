@@ -103,7 +103,7 @@ def test_the_guide_runs(block: str, names: dict[str, Any]) -> None:
 def test_the_readme_captures(names: dict[str, Any]) -> None:
     shutil.rmtree("runs/first")
     ((_, _, block),) = [found for found in blocks(README) if found[0] == "Capture"]
-    before, _, after = block.partition("# train as ever")
+    before, _, after = block.partition("# your training loop, unchanged")
     run(before, names)
     train(names["model"], 101, names["loss_function"])
     run(after, names)

@@ -192,8 +192,8 @@ dist.destroy_process_group()
 def test_the_code_of_the_readme(tmp_path: Path) -> None:
     text = (REPOSITORY / "README.md").read_text()
     capture, *reading = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    assert "# train as ever" in capture
-    script = BEFORE + capture.replace("# train as ever", TRAINING) + AFTER
+    assert "# your training loop, unchanged" in capture
+    script = BEFORE + capture.replace("# your training loop, unchanged", TRAINING) + AFTER
     (tmp_path / "train.py").write_text(script)
     torchrun(tmp_path, "train.py")
     # Every line that is a question answers it.

@@ -14,7 +14,7 @@ import pytest
 SCRIPT = """
 import json, os, sys, time
 from pathlib import Path
-from smdist.workers.join.enrolment import newcomer
+from smdist.workers.join.enrolment import current_process
 from smdist.workers.join.rank import resolve_rank
 
 out = Path(sys.argv[1])
@@ -22,7 +22,7 @@ out = Path(sys.argv[1])
 def tell(*found):
     facts = [[i.rank, i.world_size, i.local_rank, i.local_world_size, i.source, i.settled]
              for i in found]
-    me = newcomer(found[-1])
+    me = current_process(found[-1])
     written = out / f"{me.rank}-{me.restart}.part"
     written.write_text(json.dumps([facts, me.launch]))
     written.rename(written.with_suffix(".json"))

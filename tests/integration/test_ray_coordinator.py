@@ -205,7 +205,7 @@ def test_failed_runtime_environment_is_reported(ray_cluster: Cluster, tmp_path: 
         "    try:\n"
         "        client.info(timeout_s=100.0)\n"
         "    except CoordinationError as error:\n"
-        "        print(str(error).startswith('Ray could not give the coordinator what it needs'))\n"
+        "        print(str(error).startswith('Ray could not install what the coordinator needs'))\n"
         "    print(client.stop(timeout_s=20.0))\n"
     )
     done = subprocess.run(
@@ -333,7 +333,7 @@ def test_second_coordinator_is_refused(ray_cluster: Cluster, tmp_path: Path) -> 
         status = until(lambda: state(theirs, place, "refused"), "the second one is refused")
         assert f"process {first['pid']}" in status["detail"]
         assert "--take-over" in status["detail"]
-        with pytest.raises(DriverError, match="ask that one, or open a trial"):
+        with pytest.raises(DriverError, match="Ask that one, or open a trial"):
             latest(theirs, place)
         with pytest.raises(AlreadyCoordinated):
             asyncio.run(RunWatcher(str(place)).open())  # a third, without any Ray
@@ -344,7 +344,7 @@ def test_second_coordinator_is_refused(ray_cluster: Cluster, tmp_path: Path) -> 
         for writer in writers:
             save(writer, 3)
         until(lambda: latest(theirs, place) == 3, "nothing is lost")
-        with pytest.raises(DriverError, match="ask that one, or open a trial"):
+        with pytest.raises(DriverError, match="Ask that one, or open a trial"):
             ask(mine, place, "missing", step=3)
         ask(theirs, place, "stop")
         ask(mine, place, "stop")

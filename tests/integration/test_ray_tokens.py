@@ -157,7 +157,7 @@ def test_ray_imported_for_clusters_is_reported(folder: Path, tmp_path: Path) -> 
     env = account("nothing", tmp_path) | {"SMDIST_RAY_DIR": str(folder)}
     code = "import ray\nfrom smdist.coordinator import attach\nwith attach(): pass"
     failed = python(code, env)
-    assert "set that before the import, or use another process" in failed.stderr
+    assert "Set it before the import, or use another process" in failed.stderr
     assert os.listdir(folder) == [], "a Ray was started for nothing"
 
 
@@ -210,7 +210,7 @@ for address in ("local", sys.argv[1], "local", sys.argv[1]):
             with attach("local"):
                 raise AssertionError("two at a time")
         except CoordinationError as error:
-            assert "connected to a Ray already" in str(error), error
+            assert "already connected to a Ray" in str(error), error
 print("both")
 """
     env = account("token in the environment", tmp_path) | {"SMDIST_RAY_DIR": str(folder)}

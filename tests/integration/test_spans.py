@@ -85,8 +85,8 @@ def test_a_live_run_in_a_bucket_is_opened_with_few_requests(
         assert proxy.count("GET", "/spans/") == 2 * 3
         assert proxy.count("GET", r"/manifests/worker") == 2 * 12
         # Run, what is merged; sessions, summaries and manifests listed; sessions, heartbeats, layout
-        # and collections of the ranks.
-        assert proxy.count() == 2 * (3 + 12) + 2 + 3 + 2 + 2 + 1 + 2
+        # and the collections of the lowest rank.
+        assert proxy.count() == 2 * (3 + 12) + 2 + 3 + 2 + 2 + 1 + 1
         found = told(trial)
         proxy.clear()
         trial.refresh()

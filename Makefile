@@ -48,7 +48,7 @@ EDITABLE := --no-build-isolation --editable
 
 help:
 	@echo "make demo         capture a small distributed job and ask which rank went wrong"
-	@echo "make test-fast    unit and contract tests in about a minute, while you work: without what needs"
+	@echo "make test-fast    unit and contract tests in two minutes, while you work: without what needs"
 	@echo "                  torch, an S3 server or seconds, and with fewer random examples"
 	@echo "make test         all tests, in parts: the four below, one after the other"
 	@echo "                  (with ARGS=... the first part alone; ARGS goes to pytest)"

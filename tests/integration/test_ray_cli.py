@@ -263,9 +263,9 @@ def test_start_through_the_ray_client(cluster: Cluster, tmp_path: Path) -> None:
     def there(verb: str, *more: str) -> str:
         for _ in range(3):
             done = smdist(verb, *where, "--watch", str(tmp_path / "run"), *more)
-            if "Starting Ray client server failed" not in done.stderr:
+            # The process that Ray gives each client may die at its start; the next one gets another port.
+            if not any(s in done.stderr for s in ("Starting Ray client server", "ZombieProcess")):
                 break
-            # The process that Ray gives each client did not come up; the next one gets another port.
         return well(done)
 
     assert "complete up to step 2" in there("start", "--interval", "0.1")

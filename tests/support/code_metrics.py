@@ -32,6 +32,9 @@ OTHERS = {
     "import cycles": (5,),
     "docstrings that begin with a verb, %": (19, 57, 75, 70, 75),
 }
+# Rooms that answer questions. They came after the limit on lines, which is for capture, storage,
+# coordination and trials.
+ANSWERS = ("smdist.rules", "smdist.tables")
 # Base forms; a docstring may use the third person too. A list, as no rule tells nouns from verbs.
 _VERBS = frozenset(
     """
@@ -229,6 +232,9 @@ def numbers(found: list[Module]) -> dict[str, float]:
     return {
         "modules": len(found),
         "lines": sum(module.lines for module in found),
+        "lines without rules and tables": sum(
+            module.lines for module in found if not module.name.startswith(ANSWERS)
+        ),
         "most modules in a folder": max(folder_sizes(found).values()),
         "lines of a module, 90 %": quantiles([m.lines for m in found], n=10)[-1],
         "lines of a function, median": median(sizes),

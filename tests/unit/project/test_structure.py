@@ -25,7 +25,7 @@ AT_MOST = {
     "most attributes of a class": (20, 23),
     "class names with two meanings": (0, 1),
     "import cycles": (0, 0),
-    "lines": (31_500, 36_950),
+    "lines without rules and tables": (31_500, 36_950),
 }
 AT_LEAST = {"docstrings that begin with a verb, %": (70, 90)}
 # What people import beside smdist. A script that runs in one of our folders must find those.
@@ -92,7 +92,9 @@ def worst(name: str, found: list[Module]) -> object:
         "most attributes of a class": [c for c in classes if c.attributes > AT_MOST[name][0]],
         "class names with two meanings": repeated_classes(found),
         "import cycles": import_cycles(found),
-        "lines": Counter({module.name: module.lines for module in found}).most_common(5),
+        "lines without rules and tables": Counter(
+            {module.name: module.lines for module in found}
+        ).most_common(5),
     }[name]
 
 

@@ -12,7 +12,7 @@ from smdist.config.save_config import SaveConfig
 from smdist.config.save_config_mode import SaveConfigMode
 from smdist.identity import modes
 from smdist.trials import create_trial
-from smdist.workers.torch_adapter.collection import Collection
+from smdist.workers.torch_adapter.collection import TorchCollection as Collection
 from smdist.workers.torch_adapter.hook import Hook
 
 __all__ = [

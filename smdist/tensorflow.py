@@ -17,7 +17,7 @@ from smdist.trials import create_trial as open_trial
 from smdist.workers.hook import lifecycle
 from smdist.workers.keras_adapter.hook import KerasHook
 from smdist.workers.tf_adapter.base_hook import TensorflowHook
-from smdist.workers.tf_adapter.collection import Collection
+from smdist.workers.tf_adapter.collection import TensorFlowCollection as Collection
 from smdist.workers.tf_adapter.session_hook import EstimatorHook, SessionHook
 
 __all__ = [

@@ -301,4 +301,4 @@ class Collection(Configuration):
         return hash(self._name)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._name!r}>"
+        return f"<Collection {self._name!r}>"

@@ -72,7 +72,6 @@ class HookConfig:
 
     framework: Framework
     out_dir: str
-    export_tensorboard: bool = False
     tensorboard_dir: str | None = None
     dry_run: bool = False
     reduction_config: ReductionConfig = field(default_factory=ReductionConfig)
@@ -126,7 +125,7 @@ class HookConfig:
             given["out_dir"] = _out_dir(document, environ)
         if SAGEMAKER_JOB_VARIABLE in environ:
             given["tensorboard_dir"] = _sagemaker_tensorboard(environ)
-            given["export_tensorboard"] = given["tensorboard_dir"] is not None
+            given["export_tensorboard"] = False  # only that directory counts
         default = SaveConfig(save_interval=framework.save_interval)
         given["save_config"] = section.save_config(fallback=default)
         given["reduction_config"] = section.reduction_config()
@@ -152,13 +151,14 @@ class HookConfig:
         save_config = given.get("save_config", SaveConfig())
         given["save_config"] = save_config.with_default_interval(framework.save_interval)
         given["include_collections"] = tuple(dict.fromkeys(given.get("include_collections", ())))
-        directory = given.get("tensorboard_dir")
-        if directory is None and given.get("export_tensorboard"):
-            directory = given["out_dir"].rstrip("/") + "/tensorboard"
-        given["tensorboard_dir"] = directory
         # A directory without the flag: the flag was forgotten.
-        given["export_tensorboard"] = directory is not None
+        if given.pop("export_tensorboard", False) and given.get("tensorboard_dir") is None:
+            given["tensorboard_dir"] = given["out_dir"].rstrip("/") + "/tensorboard"
         return cls(framework=framework, **given)
+
+    @property
+    def export_tensorboard(self) -> bool:
+        return self.tensorboard_dir is not None
 
     @property
     def active_collections(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from smdist.config.collection import CollectionKeys
 from smdist.config.readers import read_text
 from smdist.workers.hook.base import BaseHook
 from smdist.workers.hook.user_values import TensorAdapter
-from smdist.workers.tf_adapter.collection import Collection
+from smdist.workers.tf_adapter.collection import TensorFlowCollection
 from smdist.workers.tf_adapter.graph_callbacks import call, in_xla_graph
 from smdist.workers.tf_adapter.tensor_access import Array, array_of, tensor_adapter, unconverted
 
@@ -31,15 +31,15 @@ class TensorflowHook(BaseHook[Array]):
     """A hook whose values are TensorFlow tensors."""
 
     _framework: ClassVar[Framework] = TENSORFLOW
-    _collection_type = Collection
+    _collection_type = TensorFlowCollection
     # Outputs recorded so far by name, and the step that they belong to.
     _outputs: tuple[int, dict[str, int]] = (-1, {})
 
     def _tensor_adapter(self) -> TensorAdapter[Array]:
         return tensor_adapter()
 
-    def get_collection(self, name: str, create: bool = True) -> Collection:
-        return cast("Collection", super().get_collection(name, create))
+    def get_collection(self, name: str, create: bool = True) -> TensorFlowCollection:
+        return cast("TensorFlowCollection", super().get_collection(name, create))
 
     def add_to_collection(self, collection_name: str, variable: Any) -> None:
         """Add `variable` to a collection, as `get_collection(collection_name).add(variable)` does."""

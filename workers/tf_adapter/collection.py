@@ -6,14 +6,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from smdist.config.collection import Collection as NeutralCollection
+from smdist.config.collection import Collection
 from smdist.errors import ConfigurationError
 from smdist.workers.tf_adapter.tensor_access import is_layer, is_variable
 
-__all__ = ["Collection"]
+__all__ = ["TensorFlowCollection"]
 
 
-class Collection(NeutralCollection):
+class TensorFlowCollection(Collection):
     """A collection that also takes variables, tensors and layers of TensorFlow."""
 
     def add(self, arg: Any) -> None:

@@ -7,12 +7,12 @@ from types import MappingProxyType
 
 from torch import nn
 
-from smdist.config.collection import Collection as NeutralCollection
+from smdist.config.collection import Collection
 
-__all__ = ["Collection"]
+__all__ = ["TorchCollection"]
 
 
-class Collection(NeutralCollection):
+class TorchCollection(Collection):
     def add_module_tensors(
         self, module: nn.Module, inputs: bool = False, outputs: bool = True
     ) -> None:

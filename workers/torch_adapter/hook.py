@@ -27,7 +27,7 @@ from smdist.workers.hook.base import BaseHook
 from smdist.workers.hook.core import HookCore
 from smdist.workers.hook.step_clock import StepOn
 from smdist.workers.hook.user_values import TensorAdapter
-from smdist.workers.torch_adapter.collection import Collection
+from smdist.workers.torch_adapter.collection import TorchCollection
 from smdist.workers.torch_adapter.recording import TorchRecording
 from smdist.workers.torch_adapter.tensor_access import TorchAccess, Value, describe, readable
 
@@ -36,7 +36,7 @@ __all__ = ["Hook"]
 
 class Hook(BaseHook[Value]):
     _framework = PYTORCH
-    _collection_type = Collection
+    _collection_type = TorchCollection
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A checkpoint of a model with the hook as an attribute loads a hook that captures nothing.
@@ -51,8 +51,8 @@ class Hook(BaseHook[Value]):
 
     # -- registering --------------------------------------------------------------------------
 
-    def get_collection(self, name: str, create: bool = True) -> Collection:
-        return cast("Collection", super().get_collection(name, create))
+    def get_collection(self, name: str, create: bool = True) -> TorchCollection:
+        return cast("TorchCollection", super().get_collection(name, create))
 
     def register_module(self, module: nn.Module, *, step_on: StepOn | None = None) -> None:
         """Capture weights, gradients, inputs and outputs of `module`, as configured.

@@ -226,6 +226,7 @@ def test_every_documented_key_is_known() -> None:
 
 def test_every_python_parameter_is_a_field() -> None:
     fields = set(HookConfig.__dataclass_fields__) - {"framework", "collections"}
+    fields.add("export_tensorboard")  # follows from tensorboard_dir
     assert fields == {k for k, p in PARAMETERS.items() if Scope.PYTHON in p.scopes}
 
 

@@ -3,7 +3,8 @@
     training process                     uploader process
     ----------------                     ------------------------------------------------------------
     process.Supervisor --- starts --->   entry_point.main      lock, signals, exit code
-                                           uploader.Uploader   open store, join, resume, loop, finish
+                                           uploader.Uploader   open store, join, resume, finish
+                                             upload_loop       from the first record to the last
     journal, arenas (spool/) ------->        intake            journal records, as they come
                                              batching          when to write, and how much at once
                                              batch             records -> a segment and a manifest

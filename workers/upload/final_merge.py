@@ -6,6 +6,7 @@ the rank is released before, a failure is a note, and who is killed here has los
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shlex
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ from smdist.format.intervals import Members
 from smdist.format.manifest import Session
 from smdist.storage.store import Store
 
-__all__ = ["Rank", "merge_if_last", "not_merged"]
+__all__ = ["Rank", "await_merge", "merge_if_last"]
 
 # What a snapshot saves whoever opens the run: a request for each summary and each layout. It takes
 # some thirty to write one.
@@ -24,6 +25,7 @@ _WORTH = 5
 _MOST_BYTES = 256 << 20  # of all summaries together; beyond it, a coordinator or `smdist merge`
 _IN_FLIGHT = 64 << 20
 _AT_ONCE = 32
+_MERGE_S, _GIVE_BACK_S = 60.0, 5.0
 _OWNER = re.compile(r"(?:sessions|summaries)/worker_(\d+)/(\d+)\.json")
 
 
@@ -44,7 +46,7 @@ async def merge_if_last(store: Store, rank: Rank) -> str:
     if not sessions or sessions + rank.layouts < _WORTH:
         return ""
     if sessions * rank.summary_bytes > _MOST_BYTES:
-        return not_merged(store, f"{sessions} summaries are too much for an uploader to read")
+        return _not_merged(store, f"{sessions} summaries are too much for an uploader to read")
     # Of all uploaders one needs it.
     from smdist.coordination.service.merge_once import merge_once
 
@@ -54,8 +56,24 @@ async def merge_if_last(store: Store, rank: Rank) -> str:
     except (AlreadyCoordinated, Superseded):
         return ""  # somebody else does it
     except (SmdistError, OSError, ValueError) as error:
-        return not_merged(store, str(error))
+        return _not_merged(store, str(error))
     return ""
+
+
+async def await_merge(task: asyncio.Task[str], store: Store) -> str:
+    """Wait for `merge_if_last`, but not for ever; what is to be said of it, if anything."""
+    try:
+        in_time, _ = await asyncio.wait([task], timeout=_MERGE_S)
+    finally:
+        task.cancel()
+    # Time to give back the right to write, should it hold it.
+    await asyncio.wait([task], timeout=_GIVE_BACK_S)
+    if not in_time:
+        return _not_merged(store, f"that took longer than {_MERGE_S:.0f} s")
+    if task.cancelled():
+        return ""
+    error = task.exception()
+    return task.result() if error is None else _not_merged(store, repr(error))
 
 
 async def _ended_sessions(store: Store, rank: Rank) -> int:
@@ -76,7 +94,7 @@ def _owners(keys: Iterable[str]) -> set[tuple[int, int]]:
     return {(int(match[2]), int(match[1])) for key in keys if (match := _OWNER.fullmatch(key))}
 
 
-def not_merged(store: Store, why: str) -> str:
+def _not_merged(store: Store, why: str) -> str:
     return (
         f"the run was not merged: {why}. Nothing is lost by that, only that opening it takes a request "
         f"per rank; `smdist merge {shlex.quote(store.url)}` merges it"

@@ -80,6 +80,12 @@ class Retrier:
     def expired(self) -> bool:
         return time.monotonic() >= self._deadline
 
+    def raise_if_expired(self) -> None:
+        if self.expired:
+            silence = "the store has not answered for"
+            why = "told to stop" if self._stopped else f"{silence} {self._limit_s:.0f} s"
+            raise RetryDeadlineExceeded(self._ack_page.last_error or why)
+
     @property
     def _deadline(self) -> float:
         if self._stopped:
@@ -112,8 +118,7 @@ class Retrier:
             pause_s = min(pause_s * 2, _MOST_PAUSE_S)
 
     async def _pause(self, pause_s: float) -> None:
-        if self.expired:
-            raise RetryDeadlineExceeded(self._ack_page.last_error)
+        self.raise_if_expired()
         await asyncio.sleep(min(pause_s, max(self._deadline - time.monotonic(), 0.0)))
 
     def failed(

@@ -1,11 +1,8 @@
 """Upload one spool: from where the store says it stands to the last manifest of the rank.
 
 `Uploader.run` is called once, on one event loop, by the uploader process (`entry_point.py`) or by
-`smdist recover`. It opens the store, joins the run, finds the resume point, runs the loop and finishes.
-
-The loop wakes when the doorbell rings, when a batch is old enough, when one was committed, and when the
-training process exits. It ends after the `End` record, or after that exit, once everything is stored. The
-last uploader of a run then merges the run (`final_merge.py`).
+`smdist recover`. It opens the store, joins the run, finds the resume point, runs the loop
+(`upload_loop.py`) and finishes. The last uploader of a run then merges the run (`final_merge.py`).
 """
 
 from __future__ import annotations
@@ -14,26 +11,23 @@ import asyncio
 import contextlib
 import functools
 import os
-import secrets
 import shlex
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 
 from smdist.errors import SmdistError
-from smdist.format.journal_records import End, Piece
+from smdist.format.journal_records import End
 from smdist.format.manifest import RankManifest, heartbeat_key
 from smdist.format.stored_json import encode
 from smdist.identity import worker_name
-from smdist.limits import MAX_UNCOMMITTED_SEGMENTS
 from smdist.messages import readable_bytes
 from smdist.processes import is_stopped, watch_exit
 from smdist.storage import open_store
-from smdist.storage.store import HasParts, Store
+from smdist.storage.store import Store
 from smdist.workers.spool.ack_page import AckPage
 from smdist.workers.spool.journal import JournalReader
-from smdist.workers.spool.spool import Doorbell, Spool
-from smdist.workers.upload.batch import Arenas, Batch, captured_bytes, nothing, prepare, without
-from smdist.workers.upload.batching import decide
+from smdist.workers.spool.spool import Spool
+from smdist.workers.upload.batch import Batch, captured_bytes
 from smdist.workers.upload.commit import (
     Committer,
     Ending,
@@ -42,24 +36,19 @@ from smdist.workers.upload.commit import (
     resume_point,
     sweep_dangling,
 )
-from smdist.workers.upload.final_merge import Rank, merge_if_last, not_merged
+from smdist.workers.upload.final_merge import Rank, await_merge, merge_if_last
 from smdist.workers.upload.hint_sender import Announcer
 from smdist.workers.upload.intake import Intake
 from smdist.workers.upload.manifest_spans import Rolling
-from smdist.workers.upload.retry import Retrier, RetryDeadlineExceeded
+from smdist.workers.upload.retry import Retrier
 from smdist.workers.upload.run_guard import RunGuard, join
 from smdist.workers.upload.summaries import Summary
+from smdist.workers.upload.upload_loop import UploadLoop
 
 __all__ = ["Uploader"]
 
-_MAX_IN_FLIGHT = MAX_UNCOMMITTED_SEGMENTS  # batches, each mostly one request; a new one only below three full ones' bytes
-_MIN_POLL_S = 0.005  # between two looks at the journal, however often the bell rings
-_MAX_POLL_S = 1.0  # look at least so often: parts of an open step ring no bell
-_DEADLINE_S = (
-    10.0  # of one request and its retries; retrier, which tells the user, goes on from there
-)
+_DEADLINE_S = 10.0  # of one request and its retries; the retrier, which tells the user, goes on
 _SUMMARY_S = 30.0
-_MERGE_S = 60.0
 _DETACH_S = 1.0  # what takes longer once the training process is gone is done in the background
 _END_POLL_S = 0.2
 _SHUTDOWN_GRACE_S = 5.0  # for a heartbeat that is being written at the end
@@ -85,7 +74,7 @@ class Uploader:
         the job.
         """
         self._trusts = trusts
-        self._spool, self._info, self._options = spool, spool.info, spool.info.upload
+        self._spool, self._info = spool, spool.info
         self._say, self._progress, self._detach = say, progress, detach
         self.shutdown_requests = 0
         self._begin()
@@ -95,12 +84,10 @@ class Uploader:
         self._ack_page = AckPage(self._spool.path / "ack_page")
         self._guard: RunGuard | None = None
         self._intake = Intake(self._info)
-        self._arenas = Arenas(self._spool)
         self._retrier = Retrier(self._ack_page, self._say, self._pending_bytes)
         self._wake = asyncio.Event()
         self._gone = asyncio.Event()  # the training process
         self._stopping = asyncio.Event()
-        self._life = secrets.token_hex(4)
         self._committer: Committer | None = None
         self._summary = Summary(self._info.session)
         self._layouts: set[str] = set()
@@ -173,7 +160,8 @@ class Uploader:
             rolling = Rolling(store, self._summary)
             stack.push_async_callback(rolling.close)
             committer = self._make_committer(store, start, announcer, rolling, succeeds=succeeds)
-            ending = await self._upload(committer, start, stack)
+            self._catch_up(start)
+            ending = await self._make_loop(committer).run(self._ack_page.acked)
             await committer.verify_before_exit()
             await rolling.close()
         else:
@@ -207,7 +195,7 @@ class Uploader:
                 await asyncio.sleep(0 if pieces else _END_POLL_S)
         finally:
             journal.close()
-        self._retrier.set_idle_deadline(self._options.drain_deadline_s)
+        self._retrier.set_idle_deadline(self._info.upload.drain_deadline_s)
 
     async def _open_store(self) -> Store:
         place = self._info.place or self._info.out_dir
@@ -244,25 +232,25 @@ class Uploader:
             self._ack_page,
             self._retrier,
             start,
-            self._options.attach_bytes,
+            self._info.upload.attach_bytes,
             note,
             succeeds=succeeds,
             guard=self._guard,
         )
         return committer
 
-    async def _upload(
-        self, committer: Committer, start: ResumePoint, stack: contextlib.AsyncExitStack
-    ) -> Ending:
-        self._catch_up(start)
-        upto = self._ack_page.acked
-        journal = JournalReader(self._spool, upto)
-        stack.callback(journal.close)
-        doorbell = Doorbell(self._spool)
-        stack.callback(doorbell.close)
-        stack.callback(self._arenas.close)
-        stack.push_async_callback(committer.close)
-        return await self._loop(journal, doorbell, committer, upto)
+    def _make_loop(self, committer: Committer) -> UploadLoop:
+        return UploadLoop(
+            self._spool,
+            self._info,
+            self._intake,
+            committer,
+            self._retrier,
+            self._progress,
+            self._wake,
+            self._gone,
+            lambda: self.shutdown_requests > 0,
+        )
 
     def _catch_up(self, start: ResumePoint) -> None:
         """Acknowledge what an earlier uploader stored before it could acknowledge it itself."""
@@ -295,116 +283,9 @@ class Uploader:
     async def _merge(self, store: Store) -> None:
         """Once our rank is through, and only if all are. It is left at any moment without harm."""
         rank = Rank(self._info.session, len(self._layouts), self._summary.nbytes)
-        task = self._merging = asyncio.ensure_future(merge_if_last(store, rank))
-        try:
-            in_time, _ = await asyncio.wait([task], timeout=_MERGE_S)
-        finally:
-            task.cancel()
-        # Time to give back the right to write, should it hold it.
-        await asyncio.wait([task], timeout=_SHUTDOWN_GRACE_S)
-        note = ""
-        if not in_time:
-            note = not_merged(store, f"that took longer than {_MERGE_S:.0f} s")
-        elif not task.cancelled():
-            error = task.exception()
-            note = task.result() if error is None else not_merged(store, repr(error))
-        if note:
+        self._merging = asyncio.ensure_future(merge_if_last(store, rank))
+        if note := await await_merge(self._merging, store):
             self._say(note)
-
-    # -- the loop --------------------------------------------------------------------------------
-
-    async def _loop(
-        self, journal: JournalReader, doorbell: Doorbell, committer: Committer, upto: int
-    ) -> Ending:
-        pending, ending = self._intake.pending, None
-        while True:
-            self._wake.clear()
-            doorbell.drain()
-            # Asked before reading: what the training process wrote before it died is read then.
-            gone, now = self._gone.is_set(), time.monotonic()
-            whole = self._intake.read(journal, now)
-            if self._intake.end is not None:
-                self._retrier.set_idle_deadline(self._options.drain_deadline_s)
-            self._acknowledge(committer, journal)
-            if ending is not None and not committer.in_flight:
-                return ending
-            wake_at = None
-            if ending is None and self._has_room(committer):
-                over = gone or self._intake.end is not None
-                limits = self._options
-                cut, wake_at = decide(
-                    pending, limits, now, drain=over or self.shutdown_requests > 0
-                )
-                if cut is not None or (over and whole and not pending):
-                    pieces = pending.take(cut) if cut is not None else ()
-                    if over and whole and not pending:
-                        ending = self._intake.ending()
-                    upto = await self._launch(pieces, committer, upto, ending)
-                    continue
-            await self._sleep(committer.store, doorbell, wake_at)
-
-    def _has_room(self, committer: Committer) -> bool:
-        most_bytes = (_MAX_IN_FLIGHT - 1) * self._options.segment_bytes
-        return committer.in_flight < _MAX_IN_FLIGHT and committer.bytes_in_flight < most_bytes
-
-    def _acknowledge(self, committer: Committer, journal: JournalReader) -> None:
-        for batch in committer.finished():
-            journal.remove_before(batch.news.upto)
-            self._arenas.forget()
-            self._progress(batch)
-
-    async def _launch(
-        self, pieces: Sequence[Piece], committer: Committer, upto: int, ending: Ending | None
-    ) -> int:
-        """Send `pieces` on their way, usually as one batch; where the next one begins."""
-        if not pieces:
-            committer.launch(nothing(upto, committer.seq), ending, self._wake.set)
-        while pieces:
-            batch = await self._prepare(pieces, committer.seq)
-            pieces = [piece for piece in pieces if piece.ordinal >= batch.news.upto]
-            committer.launch(batch, None if pieces else ending, self._wake.set)
-            upto = batch.news.upto
-        return upto
-
-    async def _prepare(self, pieces: Sequence[Piece], seq: int) -> Batch:
-        """Prepare a batch of all `pieces`, or of those before the first invalid one."""
-        run_id, session = self._spool.info.run.run_id, self._info.session
-        whose = (run_id, session, seq, self._life)
-        while True:
-            work = functools.partial(prepare, pieces, self._arenas, *whose)
-            try:
-                return await self._retrier.run(
-                    "reading the spool",
-                    lambda work=work: asyncio.to_thread(work),  # type: ignore[misc]
-                    retry_on=(OSError, MemoryError),
-                )
-            except RetryDeadlineExceeded:
-                raise
-            except Exception as error:  # noqa: BLE001 - no record may stop those behind it
-                if len(pieces) > 1:
-                    pieces = pieces[: len(pieces) // 2]
-                else:
-                    pieces = [without(pieces[0], error)]
-
-    def _silence(self) -> str:
-        if self.shutdown_requests > 1:
-            return "told to stop"
-        return f"the store has not answered for {self._options.drain_deadline_s:.0f} s"
-
-    async def _sleep(self, store: Store, doorbell: Doorbell, wake_at: float | None) -> None:
-        if isinstance(store, HasParts):
-            self._retrier.note_progress(store.parts_stored)
-        if self._retrier.expired:
-            raise RetryDeadlineExceeded(self._ack_page.last_error or self._silence())
-        wait_s = _MAX_POLL_S if wake_at is None else min(wake_at - time.monotonic(), _MAX_POLL_S)
-        loop = asyncio.get_running_loop()
-        loop.add_reader(doorbell, self._wake.set)
-        try:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), max(wait_s, 0.0))
-        finally:
-            loop.remove_reader(doorbell)  # it rings until it is drained
-        await asyncio.sleep(_MIN_POLL_S)
 
     # -- beside the loop -------------------------------------------------------------------------
 
@@ -429,7 +310,7 @@ class Uploader:
 
     async def _on_trainer_exit(self) -> None:
         await self._gone.wait()
-        self._retrier.set_idle_deadline(self._options.drain_deadline_s)
+        self._retrier.set_idle_deadline(self._info.upload.drain_deadline_s)
         self._wake.set()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._stopping.wait(), _DETACH_S)
@@ -449,7 +330,7 @@ class Uploader:
 
     async def _heartbeat_loop(self, store: Store) -> None:
         """Say that the rank lives, unless a manifest has just said so. A stopped one does not."""
-        session, interval_s = self._info.session, self._options.heartbeat_s
+        session, interval_s = self._info.session, self._info.upload.heartbeat_s
         key = heartbeat_key(worker_name(session.rank), session.attempt)
         while not self._stopping.is_set():
             spoken_at = self._committer.last_commit_at if self._committer else float("-inf")

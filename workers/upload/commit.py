@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -44,7 +44,7 @@ from smdist.workers.spool.spool import UNKNOWN_ATTEMPT
 from smdist.workers.upload.batch import Batch
 from smdist.workers.upload.manifest_spans import take_back
 from smdist.workers.upload.retry import ForeignObject, Retrier
-from smdist.workers.upload.run_guard import RunGuard
+from smdist.workers.upload.run_guard import RunCheck, RunGuard
 
 __all__ = [
     "Committer",
@@ -55,9 +55,7 @@ __all__ = [
     "sweep_dangling",
 ]
 
-
 _CLOSE_S = 5.0
-_LOOK_S = 60.0  # between two looks whether the run is still there, if nothing fails
 _SUFFIX = ".safetensors"
 
 
@@ -154,13 +152,7 @@ class Committer:
         guard: RunGuard | None = None,
     ) -> None:
         """`note` is told each manifest once it is in the store. `succeeds`: somebody was before us."""
-        self._guard, self._failures = guard, retrier.failures
-        self._seen_at = time.monotonic()
-        self.run_removals = 0  # how often the run was found to be removed
-        self._republish: dict[
-            str, bytes
-        ] = {}  # what later manifests need: layouts, what was described
-        self._troubles: list[str] = []
+        self.run_check = RunCheck(store, guard, retrier)
         self._note = note
         self._start, self._succeeds = start, succeeds
         self._overwritable = [start.last] if succeeds and start.last is not None else []
@@ -191,7 +183,7 @@ class Committer:
         layouts = {k: v for k, v in batch.segment.layouts.items() if k not in self._layouts}
         self._layouts.update(layouts)
         objects = {layout_key(key): layout.to_json() for key, layout in layouts.items()}
-        self._republish.update(objects)
+        self.run_check.needed.update(objects)
         before = self._tasks[-1] if self._tasks else None
         commit = self._commit(batch, objects, before, ending)
         task = asyncio.get_running_loop().create_task(commit)
@@ -224,7 +216,7 @@ class Committer:
         before: asyncio.Task[Batch] | None,
         ending: Ending | None,
     ) -> Batch:
-        removals = self.run_removals
+        removals = self.run_check.removals
         for key, data in layouts.items():
             await self._put(key, (data,))
         apart = not can_embed(batch.segment, self._attach_bytes)
@@ -236,17 +228,16 @@ class Committer:
                 raise asyncio.CancelledError  # the owner meets the reason at `before`
         for described in batch.news.described:
             key, data = self._described(described.key, described.data)
-            self._republish[key] = data
+            self.run_check.needed[key] = data
             await self._put(key, (data,))
         if ending is not None:  # what is found missing now can still be told in the run
-            await self._retrier.run("reading the store", self._check_run_exists)
+            await self.run_check.run()
         manifest = self._manifest(batch, ending or Ending("active", ""))
         manifest = manifest if apart else embed_segment(manifest, batch.segment)
         await self._put_manifest(manifest)
-        unseen_s = time.monotonic() - self._seen_at
-        if self._retrier.failures != self._failures or unseen_s >= _LOOK_S:
-            await self._retrier.run("reading the store", self._check_run_exists)
-        if self.run_removals != removals and batch.segment.chunks and apart:
+        if self.run_check.due:
+            await self.run_check.run()
+        if self.run_check.removals != removals and batch.segment.chunks and apart:
             await self._put(batch.segment.key, batch.segment.chunks)
         self._note(manifest)
         closed = sum(entry.closed for entry in batch.segment.entries)
@@ -262,13 +253,9 @@ class Committer:
         since_start = manifest.seq - self._start.seq
         if since_start == 0:
             self._overwritable.append(manifest)
-            with contextlib.suppress(
-                StoreError
-            ):  # it harms nobody, and `verify_before_exit` comes back to it
-                await self._remove_others()
-        elif since_start == 1:
+        if since_start <= 1:
             with contextlib.suppress(StoreError):  # `verify_before_exit` comes back to it
-                await self._restore()
+                await (self._restore() if since_start else self._remove_others())
 
     def _described(self, key: str, data: bytes) -> tuple[str, bytes]:
         """Fill in the attempt, which the hook did not know when it wrote this."""
@@ -279,28 +266,9 @@ class Committer:
         key = sampling_changes_key(self._worker, attempt)
         return key, encode(msgspec.structs.replace(thinned, attempt=attempt), key)
 
-    async def _check_run_exists(self) -> None:
-        """Put run and session again if they were removed: without them no reader finds our data.
-
-        Called now and then, after failures, and at the end.
-        """
-        failures = self._retrier.failures
-        if self._guard is not None and not await self._guard.is_present():
-            await self._guard.restore()
-            for key, data in list(self._republish.items()):
-                await self.store.put(key, (data,))
-            self.run_removals += 1
-            message = (
-                f"{self.store.url} was emptied while the job ran: what was stored there before is "
-                "gone. The run is begun anew there; what is stored from now on can be read"
-            )
-            self._troubles.append(message)
-            self._retrier.say(message)
-        self._failures, self._seen_at = failures, time.monotonic()
-
     async def verify_before_exit(self) -> None:
         """Before the end: what a late request of a predecessor may have replaced is what we put."""
-        await self._retrier.run("reading the store", self._check_run_exists)
+        await self.run_check.run()
         if self._succeeds:
             await self._retrier.run("reading the store", self._restore)
             await self._retrier.run("tidying the store", self._remove_others)
@@ -321,13 +289,11 @@ class Committer:
         """Every manifest from our first on is ours: no other segment there belongs to anything."""
         attempt, first = self._session.attempt, self._start.seq
         with contextlib.suppress(StoreForbidden):  # who may write and not remove leaves it there
-            for key in await self._segments_from(attempt, first):
+            after = segment_key(self._worker, attempt, first, "")
+            prefix = f"segments/{self._worker}/{attempt:06d}-"
+            for key in await self.store.list(prefix, after=after):
                 if key not in self._own:
                     await self.store.delete(key)
-
-    async def _segments_from(self, attempt: int, seq: int) -> Sequence[str]:
-        after = segment_key(self._worker, attempt, seq, "")
-        return await self.store.list(f"segments/{self._worker}/{attempt:06d}-", after=after)
 
     async def _put(self, key: str, data: tuple[Buffer, ...]) -> None:
         await self._retrier.run("writing to the store", lambda: self.store.put(key, data))
@@ -360,7 +326,6 @@ class Committer:
 
     def _manifest(self, batch: Batch, ending: Ending) -> RankManifest:
         session, news = self._session, batch.news
-        troubles, self._troubles = self._troubles, []
         return RankManifest(
             session=session.session,
             rank=session.rank,
@@ -374,6 +339,6 @@ class Committer:
             time=time.time(),
             steps=batch.segment.entries,
             dropped=news.dropped,
-            troubles=(*news.troubles, *troubles),
+            troubles=(*news.troubles, *self.run_check.take_troubles()),
             reason=ending.reason,
         )

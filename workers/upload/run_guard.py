@@ -1,6 +1,6 @@
 """Join the run for this rank, and make sure that the run stays where readers look for it.
 
-The uploader calls `join` first, once per start. The committer calls `is_present` once a minute, after
+The uploader calls `join` first, once per start. The committer runs `RunCheck` once a minute, after
 failures, and before the end. Without `run.json` and the session readers do not find what a rank stores.
 
 - A shell may name another server for the same URL; `smdist recover` must not write there.
@@ -37,19 +37,12 @@ from smdist.workers.spool.ack_page import AckPage
 from smdist.workers.spool.spool import Spool
 from smdist.workers.upload.retry import ForeignObject, Retrier
 
-__all__ = ["RankRejected", "RunGuard", "RunNotAtThisLocation", "join"]
+__all__ = ["RankRejected", "RunCheck", "RunGuard", "RunNotAtThisLocation", "join"]
 
 # Longer than the longest pause between two tries of the uploader that we wait for.
 _EARLIER_SPOOLS_S, _POLL_S = 15.0, 0.05
-_FOLLOW_AFTER_S = (
-    0.5,
-    1.0,
-    2.0,
-    4.0,
-    8.0,
-    16.0,
-    32.0,
-)  # between looks at a run that may be replaced
+_LOOK_S = 60.0  # between two looks whether the run is still there, if nothing fails
+_FOLLOW_AFTER_S = tuple(2.0**n for n in range(-1, 6))  # between looks at a run that may be replaced
 
 
 class RankRejected(ForeignObject):
@@ -89,10 +82,8 @@ class RunGuard:
         Raises RunNotAtThisLocation if another run, or another process of this rank, is there.
         """
         try:
-            run, session = (
-                await self._read(RUN_KEY, Run),
-                await self._read(self._session_key, Session),
-            )
+            run = await self._read(RUN_KEY, Run)
+            session = await self._read(self._session_key, Session)
         except StoreForbidden:  # credentials may allow to write and not to read
             return True
         if isinstance(session, Session):
@@ -191,6 +182,48 @@ class RunGuard:
                 f"{self._store.url} holds another run, or another process of this rank ({field} {found}, "
                 f"not {own}). Check that the job wrote to this location"
             )
+
+
+class RunCheck:
+    """Looks whether the run is still there, and stores it again if it was removed.
+
+    Add to `needed` what later manifests refer to: layouts, what was described.
+    """
+
+    def __init__(self, store: Store, guard: RunGuard | None, retrier: Retrier) -> None:
+        self._store, self._guard, self._retrier = store, guard, retrier
+        self._failures, self._seen_at = retrier.failures, time.monotonic()
+        self._troubles: list[str] = []
+        self.needed: dict[str, bytes] = {}
+        self.removals = 0  # how often the run was found to be removed
+
+    @property
+    def due(self) -> bool:
+        unseen_s = time.monotonic() - self._seen_at
+        return self._retrier.failures != self._failures or unseen_s >= _LOOK_S
+
+    async def run(self) -> None:
+        await self._retrier.run("reading the store", self._run_once)
+
+    async def _run_once(self) -> None:
+        failures = self._retrier.failures
+        if self._guard is not None and not await self._guard.is_present():
+            await self._guard.restore()
+            for key, data in list(self.needed.items()):
+                await self._store.put(key, (data,))
+            self.removals += 1
+            message = (
+                f"{self._store.url} was emptied while the job ran: what was stored there before is "
+                "gone. The run is begun anew there; what is stored from now on can be read"
+            )
+            self._troubles.append(message)
+            self._retrier.say(message)
+        self._failures, self._seen_at = failures, time.monotonic()
+
+    def take_troubles(self) -> list[str]:
+        """Return what is to be told in the next manifest."""
+        troubles, self._troubles = self._troubles, []
+        return troubles
 
 
 async def join(

@@ -153,6 +153,7 @@ class Uploader:
             "reading the store",
             lambda: resume_point(store, self._info.session, tidy=succeeds),
         )
+        self._catch_up(start)
         if start.last is None or start.last.state == "active":
             self._in_background(stack, self._heartbeat_loop(store))
             announcer = Announcer(store, lambda: self._spool.info.run.run_id, self._info.session)
@@ -160,12 +161,10 @@ class Uploader:
             rolling = Rolling(store, self._summary)
             stack.push_async_callback(rolling.close)
             committer = self._make_committer(store, start, announcer, rolling, succeeds=succeeds)
-            self._catch_up(start)
             ending = await self._make_loop(committer).run(self._ack_page.acked)
             await committer.verify_before_exit()
             await rolling.close()
         else:
-            self._catch_up(start)
             ending = Ending(start.last.state, start.last.reason)
         await self._summarise(store, start)
         await sweep_dangling(store, self._info.session, self._retrier)
@@ -215,10 +214,9 @@ class Uploader:
 
         def note(manifest: RankManifest) -> None:
             nonlocal losses
-            if (
-                committer.run_removals != losses
-            ):  # it was put before, or after, the place was emptied
-                losses = committer.run_removals
+            # It was put before, or after, the place was emptied.
+            if committer.run_check.removals != losses:
+                losses = committer.run_check.removals
                 self._summary.forget()
             else:
                 self._summary.note(manifest)
@@ -262,7 +260,7 @@ class Uploader:
 
     async def _summarise(self, store: Store, start: ResumePoint) -> None:
         """Leave readers one object instead of many. They can do without."""
-        if self._committer is not None and self._committer.run_removals:
+        if self._committer is not None and self._committer.run_check.removals:
             return  # we remember manifests that are no longer there
 
         async def write() -> None:

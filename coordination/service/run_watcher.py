@@ -36,9 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["RunWatcher"]
 
 _CONCURRENCY = 64  # requests at a time, so as many ranks
-_REQUEST_S = (
-    10.0  # for a request and its retries: a failure is reported, and retried by later polls
-)
+_REQUEST_S = 10.0  # for a request and its retries: a failure is reported, later polls retry it
 _MIN_PAUSE_S = 0.05  # between two polls, however many hints come
 _MAX_PAUSE_S = 30.0
 _REFRESH_S = 1.0  # how long the answer for a finished run is used without looking again

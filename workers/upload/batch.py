@@ -134,14 +134,11 @@ def _overwritten(block: Block, source: Source) -> Dropped:
 
 def captured_bytes(spool: Spool, first: int, upto: int = sys.maxsize) -> int:
     """Of the records `[first, upto)`, as a Fold of them counts."""
-    journal = JournalReader(spool, first)
     nbytes = 0
-    try:
+    with contextlib.closing(JournalReader(spool, first)) as journal:
         while pieces := journal.read(10_000):
             known = [p.kind.nbytes for p in pieces if p.kind is not None and p.ordinal < upto]
             nbytes += sum(known)
-    finally:
-        journal.close()
     return nbytes
 
 

@@ -69,11 +69,8 @@ def find_spools(
 
 def pending_bytes(spool: Spool) -> int:
     """How many captured bytes are not in the store, by what the acknowledgement page says."""
-    ack_page = AckPage(spool.path / "ack_page")
-    try:
+    with contextlib.closing(AckPage(spool.path / "ack_page")) as ack_page:
         return captured_bytes(spool, ack_page.acked)
-    finally:
-        ack_page.close()
 
 
 def recover(
@@ -134,11 +131,8 @@ def _check_trainer(spool: Spool) -> None:
 
 def _is_closed(spool: Spool) -> bool:
     """Whether the hook has written its last word: nothing is added after that."""
-    journal = JournalReader(spool)
-    try:
+    with contextlib.closing(JournalReader(spool)) as journal:
         while pieces := journal.read(10_000):
             if any(isinstance(piece.record, End) for piece in pieces):
                 return True
-    finally:
-        journal.close()
     return False

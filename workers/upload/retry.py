@@ -46,7 +46,7 @@ class Retrier:
     def __init__(
         self, ack_page: AckPage, say: Callable[[str], None], pending_bytes: Callable[[], int]
     ) -> None:
-        self._ack_page, self._say, self._pending_bytes = ack_page, say, pending_bytes
+        self._ack_page, self.say, self._pending_bytes = ack_page, say, pending_bytes
         self._failing: dict[object, _Failing] = {}  # by operation; what fails longest is first
         self._said_at, self._times_said = 0.0, 0
         self._limit_s: float | None = None
@@ -59,9 +59,6 @@ class Retrier:
         """Stop retrying once nothing has succeeded for `seconds`, from now on. Only the first call counts."""
         if self._limit_s is None:
             self._limit_s, self._last_progress_at = seconds, time.monotonic()
-
-    def say(self, message: str) -> None:
-        self._say(message)
 
     def stop(self) -> None:
         """Stop retrying now."""
@@ -137,7 +134,7 @@ class Retrier:
             self._times_said, self._said_at = self._times_said + 1, now
             nbytes = self._pending_bytes()
             waiting = f"{readable_bytes(nbytes)} wait, " if nbytes else ""
-            self._say(f"{self._ack_page.last_error}. It is tried again; {waiting}nothing is lost")
+            self.say(f"{self._ack_page.last_error}. It is tried again; {waiting}nothing is lost")
 
     def succeeded(self, token: object) -> None:
         if self._failing.pop(token, None) is None:
@@ -145,7 +142,7 @@ class Retrier:
         self._show()
         # An optional write that failed may never be repeated.
         if self._times_said and not any(failing.serious for failing in self._failing.values()):
-            self._say("the store works again")
+            self.say("the store works again")
             self._times_said = 0
 
     def _show(self) -> None:

@@ -227,12 +227,7 @@ class RunCheck:
 
 
 async def join(
-    store: Store,
-    spool: Spool,
-    retrier: Retrier,
-    say: Callable[[str], None],
-    *,
-    is_right_location: bool,
+    store: Store, spool: Spool, retrier: Retrier, *, is_right_location: bool
 ) -> RunGuard | None:
     """Join the run for the rank of `spool`, or check that the run it joined before is still there.
 
@@ -246,7 +241,7 @@ async def join(
         await retrier.run("joining the run", lambda: _join(store, spool))
     guard = RunGuard(store, spool.info.run, spool.info.session, spool.enter)
     if joined_before:
-        check = functools.partial(_check_present, guard, store, say, is_right_location)
+        check = functools.partial(_check_present, guard, store, retrier.say, is_right_location)
         await retrier.run("reading the store", check)
     return guard
 
@@ -290,12 +285,9 @@ def _has_earlier_uploader(spool: Spool) -> bool:
 def _has_live_uploader(spool: Spool) -> bool:
     """Return whether an uploader works on `spool`, or its training process may start one."""
     try:
-        ack_page = AckPage(spool.path / "ack_page")
+        with contextlib.closing(AckPage(spool.path / "ack_page")) as ack_page:
+            uploader = ack_page.uploader_pid
     except OSError:  # it is gone
         return False
-    try:
-        uploader = ack_page.uploader_pid
-    finally:
-        ack_page.close()
     trainer = spool.info.trainer_pid, spool.info.trainer_start
     return bool(uploader and is_alive(uploader)) or is_alive(*trainer)

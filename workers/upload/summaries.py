@@ -62,19 +62,9 @@ class Summary:
         self.session, self._worker = session, worker_name(session.rank)
         self._told: dict[int, bytes] = {}  # by seq, as JSON: entries by the thousand are small so
         self._carrying: dict[int, int] = {}  # of these, what is attached to them, in bytes
-        self._attached = self._nbytes = 0  # of all, so far
+        self._attached = self.nbytes = 0  # of all, so far
         self._kept = 0  # bytes in `_told`
-        self._long = False
-
-    @property
-    def nbytes(self) -> int:
-        """About how long it is."""
-        return self._nbytes
-
-    @property
-    def too_long(self) -> bool:
-        """Not all manifests are known any more: there will be no summary."""
-        return self._long
+        self.too_long = False  # not all manifests are known any more: there will be no summary
 
     def note(self, manifest: RankManifest) -> None:
         if manifest.seq % SPAN_LENGTHS[-1] == 0 and sum(self._carrying.values()) > _MOST_ATTACHED:
@@ -83,8 +73,8 @@ class Summary:
         if manifest.attached:
             self._carrying[manifest.seq] = len(manifest.attached)
         self._keep(manifest.seq, msgspec.json.encode(manifest))
-        if self._nbytes > _MOST_BYTES:
-            self._long = True
+        if self.nbytes > _MOST_BYTES:
+            self.too_long = True
         while self._kept > _MOST_SPAN_BYTES:
             self._drop(next(iter(self._told)))
 
@@ -92,7 +82,7 @@ class Summary:
         """Forget all manifests: the store no longer has them."""
         self._told.clear()
         self._carrying.clear()
-        self._kept, self._long = 0, True
+        self._kept, self.too_long = 0, True
 
     # -- while it runs ---------------------------------------------------------------------------
 
@@ -121,11 +111,13 @@ class Summary:
         if count * _LEAST_MANIFEST > _MOST_BYTES:  # a resumed session says so, whoever wrote it
             return
         told: dict[int, Buffer] = dict(self._told)
-        spans = [] if self._long else covering_spans(seq for seq in range(count) if seq not in told)
+        spans = (
+            [] if self.too_long else covering_spans(seq for seq in range(count) if seq not in told)
+        )
         while spans and sum(map(len, told.values())) <= _MOST_BYTES:
             missing = await self._read_back(store, spans, told)
             spans = [part for span in missing for part in span.children()]
-        if self._long or sum(map(len, told.values())) > _MOST_BYTES:
+        if self.too_long or sum(map(len, told.values())) > _MOST_BYTES:
             return
         carrying = {seq: nbytes for seq in told if (nbytes := _attached(told[seq]))}
         if max(self._attached, sum(carrying.values())) > _MOST_ATTACHED:
@@ -185,7 +177,7 @@ class Summary:
     def _keep(self, seq: int, data: bytes) -> None:
         more = len(data) - len(self._told.get(seq, b""))
         self._told[seq] = data
-        self._kept, self._nbytes = self._kept + more, self._nbytes + more
+        self._kept, self.nbytes = self._kept + more, self.nbytes + more
 
     def _drop(self, seq: int) -> None:
         self._kept -= len(self._told.pop(seq))

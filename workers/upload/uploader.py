@@ -172,12 +172,10 @@ class Uploader:
         return store, ending
 
     async def _join(self, store: Store) -> None:
-        trusts, say = self._trusts, self._say
         watching = asyncio.get_running_loop().create_task(self._watch_for_end_record())
         try:
-            self._guard = await join(
-                store, self._spool, self._retrier, say, is_right_location=trusts
-            )
+            trusts = self._trusts
+            self._guard = await join(store, self._spool, self._retrier, is_right_location=trusts)
         finally:
             watching.cancel()
             await asyncio.wait([watching])
@@ -186,14 +184,12 @@ class Uploader:
 
     async def _watch_for_end_record(self) -> None:
         """Notice that the hook was closed, even before the rank has joined the run."""
-        journal, ended = JournalReader(self._spool, self._ack_page.acked), False
-        try:
+        ended, acked = False, self._ack_page.acked
+        with contextlib.closing(JournalReader(self._spool, acked)) as journal:
             while not ended:
                 pieces = journal.read(1000)
                 ended = any(isinstance(piece.record, End) for piece in pieces)
                 await asyncio.sleep(0 if pieces else _END_POLL_S)
-        finally:
-            journal.close()
         self._retrier.set_idle_deadline(self._info.upload.drain_deadline_s)
 
     async def _open_store(self) -> Store:

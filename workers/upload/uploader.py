@@ -322,7 +322,7 @@ class Uploader:
             doorbell.drain()
             # Asked before reading: what the training process wrote before it died is read then.
             gone, now = self._gone.is_set(), time.monotonic()
-            whole = self._intake.read(journal, now)
+            whole = self._intake.read(journal, now, ended=gone)
             if self._intake.end is not None:
                 self._retrier.set_idle_deadline(self._options.drain_deadline_s)
             self._acknowledge(committer, journal)

@@ -361,6 +361,33 @@ def test_a_torn_tail_is_no_record(job: Job, tmp_path: Path) -> None:
     assert (stored.last.state, stored.last.upto) == ("lost", 5)
 
 
+@pytest.mark.parametrize("length", [0, 16, 0x7FFFFFFF, 0xFFFFFFFF])
+def test_behind_a_damaged_length_everything_is_stored_and_the_loss_is_told(
+    job: Job, tmp_path: Path, length: int
+) -> None:
+    spool = make_spool(job, pid=start_dead_trainer())
+    rank = Rank(spool, job)
+    rank.step(0)
+    at = rank.journal.written_bytes
+    rank.raw(1)
+    rank.scalar(1)
+    rank.append(Close(TRAIN, 1, 1, 0.0))
+    rank.step(2)
+    rank.append(End("", 0.0))
+    upto = rank.journal.next_ordinal
+    rank.close()
+    with (spool.path / "journal-000000").open("rb+") as handle:
+        handle.seek(at)
+        handle.write(length.to_bytes(4, "little"))
+    assert start_uploader(spool, tmp_path / "stderr").wait(60) == 0
+    stored = read_store(tmp_path / "out", job.elements)
+    assert (sorted(stored.raw), sorted(stored.scalars)) == ([0, 2], [0, 1, 2])
+    assert sorted(stored.closed) == [0, 1, 2]
+    assert (stored.last.state, stored.last.upto) == ("ended", upto)
+    dropped = [drop for manifest in stored.manifests for drop in manifest.dropped]
+    assert [(drop.step, drop.reason) for drop in dropped] == [(1, "journal record 5 is damaged")]
+
+
 def test_records_that_make_no_sense_are_left_out_and_told(job: Job, tmp_path: Path) -> None:
     spool = make_spool(job, pid=start_dead_trainer())
     rank = Rank(spool, job)

@@ -8,8 +8,9 @@ so that a full file system fails a rotation and never a record:
     zeros
 
 A frame is valid when its checksum matches. A reader that comes too early, or after a SIGKILL in the
-middle of a write, sees no record there. A length of 0xFFFFFFFF means: continue in the next file. Numbers
-of `Declare` are valid within one file, so every file can be read without those before it.
+middle of a write, sees no record there. Records are written in order: if a later frame is valid, the one
+that is not was damaged. A length of 0xFFFFFFFF means: continue in the next file. Numbers of `Declare`
+are valid within one file, so every file can be read without those before it.
 
 The frame of a `Part` is written in two places: here, and by `kernel.record` (C, or numpy) on the fast
 path of gradients. `test_compiled_and_python_frames_are_equal` in tests/unit/smdist/kernel holds them
@@ -45,6 +46,14 @@ from smdist.format.journal_records import (
     Record,
     Trouble,
 )
+from smdist.workers.spool.frames import (
+    CONTINUED,
+    FRAME,
+    holds_one_record,
+    is_whole,
+    next_whole,
+    padded,
+)
 from smdist.workers.spool.spool import Spool, no_room
 
 __all__ = ["JournalFileFull", "JournalReader", "JournalWriter"]
@@ -52,8 +61,6 @@ __all__ = ["JournalFileFull", "JournalReader", "JournalWriter"]
 FILE_BYTES = 4 << 20
 _MAGIC = b"smdjrnl1"
 _HEADER = struct.Struct("<8sQ")
-_FRAME = struct.Struct("<II")
-_CONTINUED = 0xFFFFFFFF
 _PART_TAIL = len(msgspec.msgpack.encode((0.0, 0, 0, 0, 0))) - 1  # a part's time and the rest
 _MAX_PART_FRAME = 72
 _NAME = re.compile(r"journal-(\d{6,})")
@@ -61,10 +68,6 @@ _NAME = re.compile(r"journal-(\d{6,})")
 
 def _file_name(index: int) -> str:
     return f"journal-{index:06d}"
-
-
-def _padded(length: int) -> int:
-    return _FRAME.size + length + (-length % 8)
 
 
 class JournalFileFull(Exception):
@@ -86,7 +89,7 @@ class _File(NamedTuple):
 
     @property
     def stop(self) -> int:
-        return self.address + len(self.map) - _FRAME.size  # leaves room for the continuation mark
+        return self.address + len(self.map) - FRAME.size  # leaves room for the continuation mark
 
 
 class JournalWriter:
@@ -130,11 +133,11 @@ class JournalWriter:
         Raise JournalFileFull when the file has no room, or may not grow that far.
         """
         payload = self._encode(record)
-        need, (at, ordinal) = _padded(len(payload)), self._cursor
+        need, (at, ordinal) = padded(len(payload)), self._cursor
         if at + need > self._end:
             raise JournalFileFull
         assert self._file is not None
-        head = _FRAME.pack(len(payload), google_crc32c.value(payload))
+        head = FRAME.pack(len(payload), google_crc32c.value(payload))
         self._write(self._file.map, at - self._file.address, head + payload)
         self._cursor[0], self._cursor[1] = at + need, ordinal + 1
         return ordinal
@@ -164,7 +167,7 @@ class JournalWriter:
 
     def size_of(self, records: tuple[Record, ...]) -> int:
         """Return an upper bound of the bytes that `records` take, with any number of their kind."""
-        return sum(_padded(len(self._encode(record))) + 8 for record in records)
+        return sum(padded(len(self._encode(record))) + 8 for record in records)
 
     def fits(self, nbytes: int) -> bool:
         """Check whether the current file has room for `nbytes`."""
@@ -186,7 +189,7 @@ class JournalWriter:
         self._rotate(self.size_of(records))
 
     def _rotate(self, need: int) -> None:
-        size = max(self._file_bytes, _HEADER.size + need + 2 * _FRAME.size)
+        size = max(self._file_bytes, _HEADER.size + need + 2 * FRAME.size)
         new = _reserve(self._spool, _file_name(self.file_index + 1), size)
         self._write(new, 0, _HEADER.pack(_MAGIC, self.next_ordinal))
         self._switch_to(new)
@@ -196,7 +199,7 @@ class JournalWriter:
         old, ordinal, before = self._file, self.next_ordinal, 0
         if old is not None:
             at = self._cursor[0] - old.address
-            self._write(old.map, at, _FRAME.pack(_CONTINUED, 0))
+            self._write(old.map, at, FRAME.pack(CONTINUED, 0))
             before = old.before + at
         file = _File(self.file_index + 1, ordinal, new, kernel.address_of(new), before)
         self._file = file
@@ -243,11 +246,7 @@ def _close_map(file: mmap.mmap) -> None:
 def _size_at(file: _File, at: int) -> int:
     """Return the size of the frame at address `at`, 0 without a valid one."""
     at -= file.address
-    length, checksum = _FRAME.unpack_from(file.map, at)
-    end = at + _FRAME.size + length
-    if length == 0 or end > len(file.map):
-        return 0
-    return _padded(length) if google_crc32c.value(file.map[end - length : end]) == checksum else 0
+    return padded(FRAME.unpack_from(file.map, at)[0]) if is_whole(file.map, at) else 0
 
 
 def _reopen(path: Path) -> mmap.mmap | None:
@@ -295,87 +294,107 @@ class JournalReader:
         self._map: mmap.mmap | None = None
         self._index, self._at, self._ordinal = -1, 0, 0
         self._kinds: dict[int, Declare] = {}
+        self._open_step: list[Record] = []  # its last record, unless the step was closed
+        self._tail = (-1, 0)  # file and place behind which there was nothing
 
-    def read(self, most: int = sys.maxsize) -> list[Piece]:
+    def read(self, most: int = sys.maxsize, *, ended: bool = False) -> list[Piece]:
         """Return up to `most` records that are complete and were not returned before.
 
         An unreadable record is replaced by a Trouble record that says so, with the same ordinal. A damaged
-        one is replaced by a Drop once a later record is complete: records are written in order.
+        one is replaced by a Drop once a later record is complete. `ended`: the writer is gone, so that
+        zeros with a record behind them are damage, too.
         """
         pieces: list[Piece] = []
         if self._map is None and not self._open_first():
             return pieces
         while len(pieces) < most:
             assert self._map is not None
-            length, checksum = _FRAME.unpack_from(self._map, self._at)
-            if length == _CONTINUED:
-                if not self._open(self._index + 1):
+            length, checksum = FRAME.unpack_from(self._map, self._at)
+            if (length, checksum) == (CONTINUED, 0):
+                if not self._continue(pieces):
                     return pieces
                 continue
-            end = self._at + _FRAME.size + length
-            if length == 0 or end > len(self._map):
-                if length and self._skip_to_next_file(pieces):
-                    continue
+            if length == checksum == 0 and (not ended or self._tail == (self._index, self._at)):
                 return pieces
-            with memoryview(self._map) as view:
-                payload = bytes(view[self._at + _FRAME.size : end])
-            if google_crc32c.value(payload) == checksum:
-                piece = self._piece(payload)
-            elif (following := self._record_behind(self._at + _padded(length))) and not self._fits(
-                self._at
-            ):
-                piece = Piece(
-                    self._ordinal,
-                    self._lost(f"journal record {self._ordinal} is damaged", following),
-                    None,
-                )
+            end = self._at + FRAME.size + length
+            payload = self._map[end - length : end] if end <= len(self._map) else b""
+            if payload and google_crc32c.value(payload) == checksum:
+                piece, size = self._piece(payload), padded(length)
             else:
-                return pieces
+                passed = self._next_begins_later()  # asked first: then this file has all its frames
+                if (found := self._damaged()) is not None:
+                    piece, size = found
+                elif is_whole(self._map, self._at) or (passed and self._continue(pieces)):
+                    continue
+                else:
+                    self._tail = (self._index, self._at)
+                    return pieces
             if self._ordinal >= self._start:
                 pieces.append(piece)
             self._ordinal += 1
-            self._at += _padded(length)
+            self._at += size
         return pieces
 
-    def _fits(self, at: int) -> bool:
-        """Return whether there is a whole frame at `at`."""
+    def _damaged(self) -> tuple[Piece, int] | None:
+        """Return what stands for the damaged frame here, and its size; None if none is behind it.
+
+        Where several in a row are damaged, their number is unknown: they count as one, and the next
+        file tells the rest. Too low an ordinal only delays that room is given back.
+        """
         assert self._map is not None
-        length, checksum = _FRAME.unpack_from(self._map, at)
-        end = at + _FRAME.size + length
-        if length == 0 or end > len(self._map):
-            return False
-        return bool(google_crc32c.value(self._map[end - length : end]) == checksum)
+        at, ordinal = self._at, self._ordinal
+        behind = next_whole(self._map, at + FRAME.size)
+        if behind is None or is_whole(self._map, at):  # it may have been completed meanwhile
+            return None
+        reason, size = f"journal record {ordinal} is damaged", behind - at
+        if not holds_one_record(self._map, at, behind):
+            length, _ = FRAME.unpack_from(self._map, at)
+            if length and self._record_behind(at + padded(length)) is not None:
+                size = padded(length)
+            else:
+                reason = f"journal records from {ordinal} on are damaged"
+        following = self._record_behind(at + size) or self._open_step
+        return Piece(ordinal, self._lost(reason, following), None), size
 
     def _record_behind(self, at: int) -> list[Record] | None:
         """Return the first record of a step from `at` on; [] if none is, None if there is no whole frame."""
         assert self._map is not None
         found: list[Record] | None = None
-        while at + _FRAME.size <= len(self._map):
-            length, _ = _FRAME.unpack_from(self._map, at)
-            if length == _CONTINUED:
-                return found or []
-            start = at + _FRAME.size
+        while at + FRAME.size <= len(self._map):
+            length, _ = FRAME.unpack_from(self._map, at)
+            start = at + FRAME.size
             if length == 0 or start + length > len(self._map):
                 return found
-            if self._fits(at):
+            if is_whole(self._map, at):
                 found = []
                 with contextlib.suppress(msgspec.DecodeError):
                     record = self._decode(self._map[start : start + length])
                     if isinstance(record, (Part, Inline, Close, Drop)):
                         return [record]
-            at += _padded(length)
+            at += padded(length)
         return found
 
-    def _skip_to_next_file(self, pieces: list[Piece]) -> bool:
-        """Go on in the next file if the length of a record is damaged and records are lost by that."""
-        ordinal, first = self._ordinal, self._first_of(self._index + 1)
-        if first is None or first <= ordinal or not self._open(self._index + 1):
+    def _next_begins_later(self) -> bool:
+        """Check whether the next file shows that there was a record here."""
+        first = self._first_of(self._index + 1)
+        return first is not None and first > self._ordinal
+
+    def _continue(self, pieces: list[Piece]) -> bool:
+        """Go on in the next file; what is missing before its first record is told."""
+        ordinal, open_step = self._ordinal, self._open_step
+        if not self._open(self._index + 1):
             return False
-        lost = f"journal records {ordinal} to {first - 1} are damaged"
-        record = self._lost(lost, self._record_behind(_HEADER.size) or [])
-        # Ordinals go on without gaps: the others are replaced by a record that says nothing.
-        rest = [Piece(other, Declare(0, (), (), 0), None) for other in range(ordinal + 1, first)]
-        pieces += [p for p in (Piece(ordinal, record, None), *rest) if p.ordinal >= self._start]
+        first = self._ordinal
+        if first > ordinal:
+            lost = f"journal record {ordinal} is damaged"
+            if first > ordinal + 1:
+                lost = f"journal records {ordinal} to {first - 1} are damaged"
+            record = self._lost(lost, self._record_behind(_HEADER.size) or open_step)
+            # Ordinals go on without gaps: the others are replaced by a record that says nothing.
+            rest = [
+                Piece(other, Declare(0, (), (), 0), None) for other in range(ordinal + 1, first)
+            ]
+            pieces += [p for p in (Piece(ordinal, record, None), *rest) if p.ordinal >= self._start]
         return True
 
     def _lost(self, reason: str, following: list[Record]) -> Record:
@@ -393,6 +412,8 @@ class JournalReader:
         except msgspec.DecodeError as error:
             text = f"journal record {self._ordinal} is unreadable: {error}; it was skipped"
             return Piece(self._ordinal, Trouble(text, -1, time.time()), None)
+        if isinstance(record, (Part, Inline, Close, Drop)):
+            self._open_step = [] if isinstance(record, Close) else [record]
         if not isinstance(record, (Part, Inline)):
             return Piece(self._ordinal, record, None)
         if (kind := self._kinds.get(record.kind)) is None:  # its declaration was damaged

@@ -25,10 +25,13 @@ class Intake:
         self._open: StepRef | None = None
         self._closed: StepRef | None = None
 
-    def read(self, journal: JournalReader, now: float) -> bool:
-        """Read new records up to the memory limit; return whether the journal has no more."""
+    def read(self, journal: JournalReader, now: float, *, ended: bool = False) -> bool:
+        """Read new records up to the memory limit; return whether the journal has no more.
+
+        `ended`: the training process is gone.
+        """
         while not self.pending.full:
-            pieces = [self._sound(piece) for piece in journal.read(_AT_ONCE)]
+            pieces = [self._sound(piece) for piece in journal.read(_AT_ONCE, ended=ended)]
             self.pending.add(pieces, now)
             if len(pieces) < _AT_ONCE:
                 return True

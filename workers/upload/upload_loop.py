@@ -70,7 +70,7 @@ class UploadLoop:
             doorbell.drain()
             # Asked before reading: what the training process wrote before it died is read then.
             gone, now = self.trainer_gone.is_set(), time.monotonic()
-            whole = self.intake.read(journal, now)
+            whole = self.intake.read(journal, now, ended=gone)
             if self.intake.end is not None:
                 self.retrier.set_idle_deadline(self.info.upload.drain_deadline_s)
             self._acknowledge(journal)

@@ -204,7 +204,7 @@ def test_damaged_records_are_a_drop_in_their_step(spool: Spool, damaged: tuple[i
     reader.close()
 
 
-def test_behind_a_damaged_length_the_next_file_is_read(spool: Spool) -> None:
+def test_a_damaged_length_costs_one_record_though_more_files_follow(spool: Spool) -> None:
     writer, reader = JournalWriter(spool, file_bytes=256), JournalReader(spool)
     writer.append(close(0))
     at = writer.written_bytes
@@ -215,11 +215,130 @@ def test_behind_a_damaged_length_the_next_file_is_read(spool: Spool) -> None:
     flip(spool.path / "journal-000000", at + 3)
     pieces = reader.read()
     assert [piece.ordinal for piece in pieces] == list(range(last + 2))
-    assert pieces[0].record == close(0)
     assert isinstance(pieces[1].record, Drop)
-    assert f"records 1 to {last - 1} are damaged" in pieces[1].record.reason
-    assert pieces[1].record.mode_step == last
-    assert [piece.record for piece in pieces[-2:]] == [close(last), close(1 + last)]
+    assert pieces[1].record.reason == "journal record 1 is damaged"
+    assert pieces[1].record.mode_step == 2
+    assert [p.record for p in pieces if p.ordinal != 1] == [
+        close(step) for step in range(last + 2) if step != 1
+    ]
+    writer.close()
+    reader.close()
+
+
+@pytest.mark.parametrize("byte", [0, 3, 8 + 2])
+def test_behind_a_damaged_last_record_the_next_file_is_read(spool: Spool, byte: int) -> None:
+    writer, reader = JournalWriter(spool, file_bytes=256), JournalReader(spool)
+    writer.append(close(0))
+    at = writer.written_bytes
+    writer.append(close(1))
+    writer.make_room((close(2),))
+    writer.append(close(2))
+    flip(spool.path / "journal-000000", at + byte)
+    pieces = reader.read()
+    assert [piece.ordinal for piece in pieces] == [0, 1, 2]
+    assert isinstance(pieces[1].record, Drop)
+    assert pieces[1].record.reason == "journal record 1 is damaged"
+    assert (pieces[1].record.mode_step, pieces[2].record) == (2, close(2))
+    writer.close()
+    reader.close()
+
+
+def overwrite(path: Path, at: int, data: bytes) -> None:
+    with path.open("rb+") as handle:
+        handle.seek(at)
+        handle.write(data)
+
+
+LENGTHS = [0, 1, 7, 8, 9, 20, 24, 48, 64, 200, 3000, (4 << 20) - 1, 1 << 31, 0xFFFFFFFF]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_damaged_length_in_the_last_file_is_a_drop_and_the_rest_is_read(
+    spool: Spool, length: int
+) -> None:
+    """Also one that happens to lead to the beginning of a later record."""
+    writer, reader = JournalWriter(spool), JournalReader(spool)
+    writer.append(KIND)
+    for _ in range(2):
+        writer.append(inline(4))
+    at = writer.written_bytes
+    for record in (inline(5), inline(5), close(5), close(6)):
+        writer.append(record)
+    overwrite(spool.path / "journal-000000", at, length.to_bytes(4, "little"))
+    pieces = reader.read()
+    assert [piece.ordinal for piece in pieces] == list(range(7))
+    assert isinstance(pieces[3].record, Drop)
+    assert pieces[3].record.reason == "journal record 3 is damaged"
+    assert pieces[3].record.step == 5
+    rest = [piece.record for piece in (*pieces[1:3], *pieces[4:])]
+    assert rest == [inline(4), inline(4), inline(5), close(5), close(6)]
+    writer.append(close(7))
+    assert [(p.ordinal, p.record) for p in reader.read()] == [(7, close(7))]
+    writer.close()
+    reader.close()
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_damaged_length_of_the_last_record_is_told_once_another_follows(
+    spool: Spool, length: int
+) -> None:
+    """The step of a record before it counts while none is behind it: the job may wait for room."""
+    writer, reader = JournalWriter(spool), JournalReader(spool)
+    writer.append(KIND)
+    writer.append(inline(4))
+    at = writer.written_bytes
+    writer.append(inline(4))
+    overwrite(spool.path / "journal-000000", at, length.to_bytes(4, "little"))
+    assert [piece.ordinal for piece in reader.read()] == [0, 1]
+    assert reader.read() == reader.read(ended=True) == []
+    writer.append(Flush())
+    pieces = reader.read()
+    assert [piece.ordinal for piece in pieces] == [2, 3]
+    assert isinstance(pieces[0].record, Drop)
+    assert (pieces[0].record.step, pieces[1].record) == (4, Flush())
+    writer.close()
+    reader.close()
+
+
+def test_several_damaged_records_in_a_row_are_counted_by_the_next_file(spool: Spool) -> None:
+    writer, reader = JournalWriter(spool), JournalReader(spool)
+    writer.append(close(0))
+    begin = writer.written_bytes
+    writer.append(close(1))
+    writer.append(close(2))
+    end = writer.written_bytes
+    writer.append(close(3))
+    overwrite(spool.path / "journal-000000", begin, b"\xee" * (end - begin))
+    first = reader.read()
+    assert [piece.ordinal for piece in first] == [0, 1, 2]  # at least one was lost
+    assert isinstance(first[1].record, Drop)
+    assert first[1].record.reason == "journal records from 1 on are damaged"
+    assert first[2].record == close(3)
+    writer.make_room((close(4),))
+    writer.append(close(4))
+    later = reader.read()
+    assert [piece.ordinal for piece in later] == [3, 4]
+    assert later[1].record == close(4)
+    assert isinstance(later[0].record, Drop)
+    writer.close()
+    reader.close()
+
+
+def test_records_behind_a_hole_are_read_once_the_writer_has_ended(spool: Spool) -> None:
+    """A power cut loses pages of a file on disk; before the end, zeros mean: nothing written yet."""
+    writer, reader = JournalWriter(spool), JournalReader(spool)
+    writer.append(close(0))
+    begin = writer.written_bytes
+    writer.append(close(1))
+    end = writer.written_bytes
+    writer.append(close(2))
+    overwrite(spool.path / "journal-000000", begin, bytes(end - begin))
+    assert [piece.ordinal for piece in reader.read()] == [0]
+    pieces = reader.read(ended=True)
+    assert [piece.ordinal for piece in pieces] == [1, 2]
+    assert isinstance(pieces[0].record, Drop)
+    assert pieces[1].record == close(2)
+    assert reader.read(ended=True) == []
     writer.close()
     reader.close()
 

@@ -61,8 +61,8 @@ PARTS = {
         Session("kernel, sanitized", ".venv", program="tests/environments/sanitized_kernel.py")
     ],
     "tensorflow": [
-        Session("TensorFlow, Keras 3", ".venv", "tests/tensorflow"),
-        Session("TensorFlow, Keras 2", ".venv-horovod", "tests/tensorflow"),
+        Session("TensorFlow, Keras 3", ".venv", "tests/tensorflow", parallel=True),
+        Session("TensorFlow, Keras 2", ".venv-horovod", "tests/tensorflow", parallel=True),
     ],
     "horovod": [Session("Horovod", ".venv", "tests/horovod")],
 }

@@ -78,6 +78,20 @@ def test_named_files_are_run_instead_of_the_folder() -> None:
     assert session.command("2", given)[-4:] == ["-n0", *given]
 
 
+@pytest.mark.parametrize("part", ["main", "tensorflow"])
+def test_parts_that_leave_cores_idle_use_all_workers(part: str) -> None:
+    for session in PARTS[part]:
+        command = session.command("5", ["-x"])
+        assert {"-n5", "--dist=loadfile"} <= set(command)  # by file: fixtures are made once
+        assert "-n0" not in command
+
+
+def test_arguments_overrule_the_number_of_workers() -> None:
+    for session in (session for part in PARTS.values() for session in part):
+        command = session.command("5", ["-n", "0"])
+        assert command[-2:] == ["-n", "0"]  # pytest takes the last
+
+
 def test_what_pytest_leaves_out_by_itself_is_a_part(pytestconfig: pytest.Config) -> None:
     left_out = {path for path in pytestconfig.getini("norecursedirs") if path.startswith("tests/")}
     assert left_out == {session.folder for part in PARTS.values() for session in part} - {""}

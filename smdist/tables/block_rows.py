@@ -58,14 +58,21 @@ class BlockRows:
         self.matrix[places], self.here[places] = statistics, True
 
     def measure(self, spans: Sequence[bytes | None], tensors: Sequence[SpanTensor]) -> None:
-        """Measure the tensors that have no row yet."""
+        """Measure the tensors that have no row yet, and take the fingerprint of all."""
+        if not tensors:
+            return
         bases = [kernel.address_of(data or b"") for data in spans]
-        new = [one for one in tensors if not self.here[one.place]]
+        addresses = [bases[one.span] + one.start for one in tensors]
+        sizes, dtypes = [one.size for one in tensors], [one.dtype for one in tensors]
+        places = np.array([one.place for one in tensors], np.intp)
+        found = kernel.fingerprint(addresses, sizes, dtypes, [0] * len(tensors))
+        self.fingerprint[places], self.has_fingerprint[places] = np.array(found, np.uint64), True
+        new = np.flatnonzero(~self.here[places]).tolist()
         if new:
-            addresses = [bases[one.span] + one.start for one in new]
-            counts, dtypes = [one.size for one in new], [one.dtype for one in new]
-            places = np.array([one.place for one in new], np.intp)
-            self.put(places, measure_many(addresses, counts, dtypes))
+            rows = measure_many(
+                *([column[i] for i in new] for column in (addresses, sizes, dtypes))
+            )
+            self.put(places[new], rows)
 
     def measured(self, tensor: Array, dtype: Array, order: Array) -> Measured:
         """Return the rows that are filled, with what else is known of them."""

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from smdist import kernel
 from smdist.errors import InvalidWorker
 from smdist.identity import ModeKeys
 from smdist.kernel.tensor_stats import COLUMNS, measure
@@ -266,3 +267,12 @@ def test_a_block_is_read_with_one_request() -> None:
     trial = open_trial(store)
     assert len(trial.rows()) == 150
     assert store.reads == 5
+
+
+def test_raw_tensors_have_the_fingerprint_of_their_values(trial: Trial) -> None:
+    rows = trial.rows()
+    assert {rows.names[t] for t in rows["tensor"][~rows["has_fingerprint"]]} == {"reduced"}
+    assert len(set(rows.of_tensor("weights")["fingerprint"])) == 8
+    value = trial.tensor("weights").value(1, worker=1)
+    (found,) = kernel.fingerprint([kernel.address_of(value)], [value.size], ["F32"], [0])
+    assert trial.rows("weights", steps=[1], ranks=[1])["fingerprint"] == [found]

@@ -25,6 +25,8 @@ from smdist.errors import (
 from smdist.format.manifest import CollectionInfo, SamplingChanges
 from smdist.identity import ModeKeys, worker_name
 from smdist.storage import loop_thread as sync
+from smdist.tables.arrow_table import to_arrow
+from smdist.tables.sql_query import query
 from smdist.trials.arguments import plain_arguments
 from smdist.trials.catalogue import Catalogue
 from smdist.trials.live import LiveTrial
@@ -170,6 +172,14 @@ class Trial(LiveTrial):
         return result
 
     rows = read_rows
+
+    def statistics(self, **filters: Any) -> Any:
+        """Return `rows(**filters)` as a pyarrow.Table."""
+        return to_arrow(self.rows(**filters))
+
+    def sql(self, text: str) -> Any:
+        """Answer SQL over the views statistics, steps, ranks and scalars as a pyarrow.Table."""
+        return query(self.rows(), text)
 
     def inputs(self, step: int, mode: ModeKeys = GLOBAL) -> list[Array]:
         """Return the inputs of the model at a step: the collection `inputs`, in numeric order."""

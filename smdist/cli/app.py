@@ -66,6 +66,18 @@ def trial(path: _Run) -> None:
 
 
 @app.command()
+def sql(
+    path: _Run,
+    text: Annotated[str, typer.Argument(help="SQL over statistics, steps, ranks, scalars.")],
+    output: Annotated[str, typer.Option("--output", "-o", help="table, json or csv.")] = "table",
+) -> None:
+    """Answer a question in SQL over the statistics of all ranks and steps."""
+    from smdist.cli.runs import ask
+
+    raise typer.Exit(ask(path, text, output))
+
+
+@app.command()
 def merge(
     path: _Run,
     take_over: Annotated[

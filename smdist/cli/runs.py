@@ -1,4 +1,4 @@
-"""`smdist trial` and `smdist merge`: describe a run, merge it once."""
+"""`smdist trial`, `smdist sql` and `smdist merge`: describe a run, ask it, merge it once."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from smdist.coordination.service.merge_once import MergeResult, merge_once
 from smdist.errors import AlreadyCoordinated, SmdistError, Superseded
 from smdist.messages import count_of, printable
 from smdist.storage import open_store
+from smdist.tables.answer_text import render
 
-__all__ = ["describe", "merge"]
+__all__ = ["ask", "describe", "merge"]
 
 _REQUEST_S = 20.0  # for one request and its retries
 _CONCURRENCY = 32
@@ -27,6 +28,21 @@ def describe(path: str) -> int:
     except SmdistError as error:
         complain(error)
         return 1
+    return 0
+
+
+def ask(path: str, text: str, output: str) -> int:
+    """Print the answer to a question in SQL; return the exit code."""
+    from smdist.trials import create_trial
+
+    try:
+        with create_trial(path) as trial:
+            print(render(trial.sql(text), output), end="")
+            for trouble in trial.troubles().get("", ()):
+                complain(trouble)
+    except SmdistError as error:
+        complain(error)
+        return 2
     return 0
 
 

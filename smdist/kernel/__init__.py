@@ -45,6 +45,7 @@ __all__ = [
     "address_of",
     "compiled",
     "copy",
+    "fingerprint",
     "guard",
     "merge",
     "populate",
@@ -111,4 +112,12 @@ statistics = _chosen.statistics
 """statistics(addresses, counts, dtypes, out, stride): write row i at out + i * stride bytes.
 
 `counts` are numbers of elements, `dtypes` codes of `DTYPES`. Raises ValueError for another dtype.
+"""
+
+fingerprint: Callable[[Sequence[int], Sequence[int], Sequence[str], Sequence[int]], list[int]]
+fingerprint = _chosen.fingerprint
+"""fingerprint(addresses, counts, dtypes, firsts): the sum of weight times bits, modulo 2**64.
+
+The weight, odd, is made of the index of the element in the whole tensor; `firsts` are the indices
+where each part begins, so the fingerprints of the shards of a tensor add up to that of the whole.
 """

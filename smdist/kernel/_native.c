@@ -776,6 +776,86 @@ done:
     Py_RETURN_NONE;
 }
 
+/* ---- fingerprints ------------------------------------------------------------------------ */
+
+/* An odd weight per element: a changed bit always changes the sum, and order matters. */
+INLINE uint64_t fingerprint_weight(uint64_t i) {
+    uint64_t z = i + 0x9e3779b97f4a7c15;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
+    z = (z ^ z >> 27) * 0x94d049bb133111eb;
+    return (z ^ z >> 31) | 1;
+}
+
+#define DEFINE_FINGERPRINT(type)                                                      \
+    static uint64_t fingerprint_##type(const char *data, uint64_t n, uint64_t first) { \
+        uint64_t sum = 0;                                                             \
+        for (uint64_t i = 0; i < n; i++) {                                            \
+            type bits;                                                                \
+            memcpy(&bits, data + sizeof bits * i, sizeof bits);                       \
+            sum += fingerprint_weight(first + i) * bits;                              \
+        }                                                                             \
+        return sum;                                                                   \
+    }
+
+DEFINE_FINGERPRINT(uint8_t)
+DEFINE_FINGERPRINT(uint16_t)
+DEFINE_FINGERPRINT(uint32_t)
+DEFINE_FINGERPRINT(uint64_t)
+
+/* `sums` holds the index of each first element, and then the fingerprint. */
+static void fingerprints_run(const Item *tensors, Py_ssize_t n, uint64_t *sums) {
+    for (Py_ssize_t i = 0; i < n; i++) {
+        const Item *item = &tensors[i];
+        switch (dtype_bytes(item->dtype)) {
+            case 1: sums[i] = fingerprint_uint8_t(item->data, item->count, sums[i]); break;
+            case 2: sums[i] = fingerprint_uint16_t(item->data, item->count, sums[i]); break;
+            case 4: sums[i] = fingerprint_uint32_t(item->data, item->count, sums[i]); break;
+            default: sums[i] = fingerprint_uint64_t(item->data, item->count, sums[i]);
+        }
+    }
+}
+
+static PyObject *sums_list(const uint64_t *sums, Py_ssize_t n) {
+    PyObject *list = PyList_New(n);
+    for (Py_ssize_t i = 0; list && i < n; i++) {
+        PyObject *sum = PyLong_FromUnsignedLongLong(sums[i]);
+        if (!sum || PyList_SetItem(list, i, sum) < 0) Py_CLEAR(list);
+    }
+    return list;
+}
+
+static PyObject *kernel_fingerprint(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    (void)module;
+    Items items[4];
+    uint64_t total = 0;
+    PyObject *found = NULL;
+    if (arguments("fingerprint", nargs, 4) < 0 || items_open_all(items, args, 4) < 0) return NULL;
+    Py_ssize_t n = items[0].length;
+    Item *tensors = PyMem_Malloc((size_t)(n + 1) * sizeof *tensors);
+    uint64_t *sums = PyMem_Malloc((size_t)(n + 1) * sizeof *sums);
+    if (!tensors || !sums) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    if (equal_lengths("fingerprint", items, 4) < 0 || tensors_parse(items, tensors, &total) < 0)
+        goto done;
+    for (Py_ssize_t i = 0; i < n; i++)
+        if (items_uint64(&items[3], i, &sums[i]) < 0) goto done;
+    if (total <= KEEP_GIL_BYTES)
+        fingerprints_run(tensors, n, sums);
+    else {
+        Py_BEGIN_ALLOW_THREADS
+        fingerprints_run(tensors, n, sums);
+        Py_END_ALLOW_THREADS
+    }
+    found = sums_list(sums, n);
+done:
+    PyMem_Free(tensors);
+    PyMem_Free(sums);
+    for (int i = 0; i < 4; i++) items_close(&items[i]);
+    return found;
+}
+
 /* ---- populate ---------------------------------------------------------------------------- */
 
 #if defined(__linux__)
@@ -875,6 +955,9 @@ static PyMethodDef METHODS[] = {
     {"statistics", (PyCFunction)(void (*)(void))kernel_statistics, METH_FASTCALL,
      "statistics(addresses, counts, dtypes, out, stride, /)\n--\n\n"
      "Write one row of ten float64 per tensor at out + i * stride."},
+    {"fingerprint", (PyCFunction)(void (*)(void))kernel_fingerprint, METH_FASTCALL,
+     "fingerprint(addresses, counts, dtypes, firsts, /)\n--\n\n"
+     "Return a number of 64 bits for the elements of each tensor, in their order."},
     {"populate", (PyCFunction)(void (*)(void))kernel_populate, METH_FASTCALL,
      "populate(address, nbytes, /)\n--\n\nMake writable pages resident; keep their contents."},
     {"use", kernel_use, METH_O,

@@ -184,6 +184,14 @@ def _range_guard(address: int, size: int, position: int) -> int:
     return (total ^ total >> 32) & 0xFFFFFFFF
 
 
+def _weights(first: int, count: int) -> Array:
+    """Return splitmix64 of each index, made odd, as the compiled kernel does."""
+    z = np.arange(first, first + count, dtype=np.uint64) + np.uint64(_GUARD_KEY)
+    z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return np.asarray((z ^ z >> np.uint64(31)) | np.uint64(1))
+
+
 class NumpyKernel:
     """The functions of `smdist.kernel._native` in numpy."""
 
@@ -279,6 +287,30 @@ class NumpyKernel:
                 elements = values(address + at * itemsize, min(_CHUNK, count - at), dtype)
                 rows.append(_chunk_row(elements))
         return merge(np.array(rows, np.float64).reshape(-1, len(COLUMNS)))
+
+    @staticmethod
+    def fingerprint(
+        addresses: Sequence[int],
+        counts: Sequence[int],
+        dtypes: Sequence[str],
+        firsts: Sequence[int],
+        /,
+    ) -> list[int]:
+        if not len(addresses) == len(counts) == len(dtypes) == len(firsts):
+            raise ValueError("fingerprint(): sequences of different lengths")
+        found = []
+        for address, count, dtype, first in zip(addresses, counts, dtypes, firsts, strict=True):
+            if dtype not in _STORED:
+                raise ValueError(f"no statistics for dtype {dtype!r}")
+            if count < 0 or first < 0:
+                raise ValueError("fingerprint(): negative size or index")
+            size, total = np.dtype(_STORED[dtype]).itemsize, 0
+            for at in range(0, count, _CHUNK):
+                n = min(_CHUNK, count - at)
+                bits = values(address + at * size, n, f"U{8 * size}").astype(np.uint64)
+                total += int(np.sum(bits * _weights(first + at, n), dtype=np.uint64))
+            found.append(total % _WORD)
+        return found
 
     @staticmethod
     def populate(address: int, nbytes: int) -> None:

@@ -25,6 +25,8 @@ from smdist.errors import (
 from smdist.format.manifest import CollectionInfo, SamplingChanges
 from smdist.identity import ModeKeys, worker_name
 from smdist.storage import loop_thread as sync
+from smdist.tables.arrow_table import to_arrow
+from smdist.tables.sql_query import query
 from smdist.trials.arguments import plain_arguments
 from smdist.trials.catalogue import Catalogue
 from smdist.trials.live import LiveTrial
@@ -39,6 +41,7 @@ from smdist.trials.report import (
     to_dataframe,
 )
 from smdist.trials.segment_reader import Array
+from smdist.trials.statistics_rows import read_rows
 from smdist.trials.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -167,6 +170,16 @@ class Trial(LiveTrial):
             of_step = result.setdefault(found.tensor.name, {}).setdefault(number, {})
             of_step[worker_name(found.rank)] = value
         return result
+
+    rows = read_rows
+
+    def statistics(self, **filters: Any) -> Any:
+        """Return `rows(**filters)` as a pyarrow.Table."""
+        return to_arrow(self.rows(**filters))
+
+    def sql(self, text: str) -> Any:
+        """Answer SQL over the views statistics, steps, ranks and scalars as a pyarrow.Table."""
+        return query(self.rows(), text)
 
     def inputs(self, step: int, mode: ModeKeys = GLOBAL) -> list[Array]:
         """Return the inputs of the model at a step: the collection `inputs`, in numeric order."""

@@ -119,7 +119,7 @@ def _checksum_range(layout: Layout, index: int) -> ByteRange:
 
 
 def read_tensor(
-    entry: TensorEntry, data: bytes, stored: bytes, location: ObjectLocation, seed: int
+    entry: TensorEntry, data: bytes | memoryview, stored: bytes, location: ObjectLocation, seed: int
 ) -> Array:
     """Return the tensor as a view of `data`; raise CorruptObject if the checksum differs."""
     found = data_checksum(seed, header_label(entry.name), data)
@@ -153,7 +153,12 @@ def statistics_row(
 
 
 def _verify(
-    data: bytes, nbytes: int, stored: bytes, found: int, what: str, location: ObjectLocation
+    data: bytes | memoryview,
+    nbytes: int,
+    stored: bytes,
+    found: int,
+    what: str,
+    location: ObjectLocation,
 ) -> None:
     if len(data) != nbytes or len(stored) != 4:
         detail = f"{what}: the object is too short ({len(data)} of {nbytes} bytes)"

@@ -5,9 +5,8 @@ from __future__ import annotations
 from smdist.coordination.view.membership import Disagreement, MissingReason, RankReport, RankStatus
 from smdist.trials.catalogue import StepState
 from smdist.trials.live import no_refresh
-from smdist.trials.open import create_trial
+from smdist.trials.open import LocalTrial, S3Trial, create_trial
 from smdist.trials.report import AttemptInfo, DroppedTensors
-from smdist.trials.smdebug_names import LocalTrial, S3Trial
 from smdist.trials.tensor import Tensor
 from smdist.trials.trial import Trial
 

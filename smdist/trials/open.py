@@ -17,7 +17,7 @@ from smdist.trials.trial import Trial
 if TYPE_CHECKING:
     from smdist.storage.store import Store
 
-__all__ = ["create_trial"]
+__all__ = ["LocalTrial", "S3Trial", "create_trial"]
 
 _POLL_S = 0.2
 _DEADLINE_S = 20.0  # of one request and its retries, over a network
@@ -73,6 +73,16 @@ def create_trial(
         sync.run(store.close())
         raise
     return trial
+
+
+def LocalTrial(name: str, dirname: str | os.PathLike[str], **options: Any) -> Trial:
+    """Call `create_trial` for a directory, with the arguments of smdebug."""
+    return create_trial(dirname, name, **options)
+
+
+def S3Trial(name: str, bucket_name: str, prefix_name: str, **options: Any) -> Trial:
+    """Call `create_trial` for a prefix of a bucket, with the arguments of smdebug."""
+    return create_trial(f"s3://{bucket_name}/{prefix_name.strip('/')}", name, **options)
 
 
 def _open(store: Store, name: str, path: str, catalogue: Catalogue) -> Trial | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,6 +43,7 @@ __all__ = [
     "ReadRequest",
     "SegmentReader",
     "StatisticsRow",
+    "batches",
     "plan_reads",
 ]
 
@@ -157,6 +158,7 @@ class SegmentReader:
     ) -> None:
         """`damaged` is told what cannot be read for good, before it is raised."""
         self._store = store
+        self.url = store.url
         self._near = store if isinstance(store, HasBlockingRead) else None
         self._gap = gap
         self._run = run
@@ -164,7 +166,7 @@ class SegmentReader:
         self._cache = _Cache(cache_bytes)
         self.troubles: dict[str, str] = {}  # objects that others say the same as
         self._numbers = InlineValues(store, self.troubles, session)
-        self._damaged = damaged
+        self.damaged = damaged
 
     def keep(self, attached: Mapping[str, bytes]) -> None:
         """Keep segments that came in manifests, by the keys of these."""
@@ -176,13 +178,14 @@ class SegmentReader:
         try:
             yield
         except (CorruptObject, ObjectNotFound) as error:
-            self._damaged(error)
+            self.damaged(error)
             raise
 
     def values(self, found: Sequence[TensorLocation]) -> list[Array]:
         """Return the raw tensors, checksums verified. All of `found` must have raw bytes."""
         with self._telling():
-            return [value for batch in _batches(found) for value in self._values(batch)]
+            each = batches(found, lambda one: one.tensor.nbytes)
+            return [value for batch in each for value in self._values(batch)]
 
     def _values(self, found: Sequence[TensorLocation]) -> list[Array]:
         spans = [tensor_ranges(one.layout, one.tensor) for one in found]
@@ -226,8 +229,24 @@ class SegmentReader:
             rows.append(row)
         return rows
 
+    def pieces(self, wanted: Sequence[ObjectRange]) -> list[bytes | None]:
+        """Return the bytes of each range; None in objects that cannot be read, which are reported."""
+        try:
+            return [*self._fetch(wanted)]
+        except (CorruptObject, ObjectNotFound) as error:
+            keys = sorted({one.key for one in wanted})
+            if len(keys) == 1:
+                self.damaged(error)
+                return [None] * len(wanted)
+        found: dict[ObjectRange, bytes | None] = {}
+        middle = keys[len(keys) // 2]
+        for half in (True, False):
+            some = [one for one in wanted if (one.key < middle) is half]
+            found.update(zip(some, self.pieces(some), strict=True))
+        return [found[one] for one in wanted]
+
     def _place(self, one: TensorLocation) -> ObjectLocation:
-        return ObjectLocation(self._store.url, one.entry.segment)
+        return ObjectLocation(self.url, one.entry.segment)
 
     def _read(
         self, found: Sequence[TensorLocation], spans: Sequence[DataRanges | None]
@@ -252,7 +271,7 @@ class SegmentReader:
         def take(request: ReadRequest, got: bytes) -> None:
             if len(got) != request.range.nbytes:
                 detail = f"ends early: {len(got)} of {request.range.nbytes} bytes"
-                raise CorruptObject(self._store.url, request.range.key, "read", detail)
+                raise CorruptObject(self.url, request.range.key, "read", detail)
             for place in request.members:
                 want = absent[place]
                 at = want.start - request.range.start
@@ -359,16 +378,16 @@ def _several(requests: Sequence[ReadRequest]) -> bool:
     return len({one.range.key for one in requests}) > 1
 
 
-def _batches(found: Sequence[TensorLocation]) -> Iterator[list[TensorLocation]]:
+def batches(items: Iterable[T], nbytes_of: Callable[[T], int]) -> Iterator[list[T]]:
     """Yield batches that limit how many bytes are fetched and not decoded yet."""
-    batch: list[TensorLocation] = []
+    batch: list[T] = []
     nbytes = 0
-    for one in found:
-        if batch and nbytes + one.tensor.nbytes > BATCH:
+    for one in items:
+        if batch and nbytes + nbytes_of(one) > BATCH:
             yield batch
             batch, nbytes = [], 0
         batch.append(one)
-        nbytes += one.tensor.nbytes
+        nbytes += nbytes_of(one)
     if batch:
         yield batch
 

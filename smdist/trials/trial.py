@@ -39,6 +39,7 @@ from smdist.trials.report import (
     to_dataframe,
 )
 from smdist.trials.segment_reader import Array
+from smdist.trials.statistics_rows import read_rows
 from smdist.trials.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -167,6 +168,8 @@ class Trial(LiveTrial):
             of_step = result.setdefault(found.tensor.name, {}).setdefault(number, {})
             of_step[worker_name(found.rank)] = value
         return result
+
+    rows = read_rows
 
     def inputs(self, step: int, mode: ModeKeys = GLOBAL) -> list[Array]:
         """Return the inputs of the model at a step: the collection `inputs`, in numeric order."""

@@ -51,7 +51,7 @@ class IdenticalData:
                 return [Finding(rule=rule, verdict=Verdict.QUIET, message=text)]
             needs, text = "collection inputs", "no inputs of more than a few elements were saved"
             if inexact:
-                needs, text = "raw values or fingerprints of inputs", "inputs have no fingerprints"
+                needs, text = "rows with fingerprints", "inputs have no fingerprints"
         return [Finding(rule=rule, verdict=Verdict.UNDECIDED, message=text, needs=needs)]
 
     def _shared(self, rule: str, panel: Panel) -> list[Finding]:

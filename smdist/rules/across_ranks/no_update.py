@@ -59,12 +59,12 @@ class NoUpdate:
         found = [one for part, those in of_part.items() for one in self._stuck(rule, part, those)]
         if found and not inexact:
             return found
-        if inexact or not of_part:
+        if found or not of_part:
             text = "there are no weights together with their gradients at two steps or more"
             needs = "collections weights and gradients at the same steps"
-            if inexact:
+            if found:  # a change of statistics is a change, but no change of them proves nothing
                 text = f"{inexact} weights have no fingerprint, so equal statistics prove nothing"
-                needs = "raw values or fingerprints of weights"
+                needs = "rows with fingerprints"
             return [Finding(rule=rule, verdict=Verdict.UNDECIDED, message=text, needs=needs)]
         if all(len(pair.stayed) < self.intervals for those in of_part.values() for pair in those):
             text, needs = "too few steps were saved", f"at least {self.intervals + 1} saved steps"

@@ -70,7 +70,7 @@ class ReplicaDesync:
             return [_undecided(name, text, "collection weights or optimizer_variables")]
         if inexact:
             text = f"statistics agree, but {inexact} of {judged} tensors have no fingerprint"
-            return [_undecided(name, text, "fingerprints or raw values of weights")]
+            return [_undecided(name, text, "rows with fingerprints")]
         text = f"{judged} tensors are equal on all ranks at every saved step"
         return [Finding(rule=name, verdict=Verdict.QUIET, message=text)]
 

@@ -123,9 +123,10 @@ def _drifts(series: _Series, window: int, limit: float, calibrate: int) -> Itera
         at = int(np.argmax(np.abs(z[:, column]) > limit))
         high = bool(z[at, column] > 0)
         end = at + window
-        # It began where the sum of places turned.
-        path = sums[: end + 1, column] if high else -sums[: end + 1, column]
-        begin = int(np.argmin(path[:end]))
+        # It began where the sum of places turned, measured against half of what it rises by now.
+        path = sums[:end, column] * (1 if high else -1)
+        rise = abs(sums[end, column] - sums[at, column]) / window
+        begin = int(np.argmin(path - np.arange(end) * rise / 2))
         values = series.values[begin:end]
         with np.errstate(all="ignore"):
             ratio = float(nan_median(values[:, column] / nan_median(values, 1), 0))

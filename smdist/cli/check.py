@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from smdist.cli.console import complain
 from smdist.errors import SmdistError
-from smdist.identity import worker_name
-from smdist.messages import count_of, printable
-from smdist.rules import check
-from smdist.rules.findings import Finding, Verdict
+from smdist.messages import printable
+from smdist.rules import Verdict, check
+from smdist.rules.finding_lines import lines_of
 from smdist.trials import create_trial
 
-__all__ = ["lines_of", "run"]
+__all__ = ["run"]
 
 NOTHING_FOUND, FOUND, NOT_READ = 0, 1, 2
-_MAX_RANKS = 8  # to name
 
 
 def run(path: str, rules: Sequence[str] | None, *, as_json: bool) -> int:
@@ -35,42 +33,3 @@ def run(path: str, rules: Sequence[str] | None, *, as_json: bool) -> int:
     else:
         print("\n".join(map(printable, lines_of(findings))))
     return FOUND if any(one.verdict is Verdict.FIRES for one in findings) else NOTHING_FOUND
-
-
-def lines_of(findings: Sequence[Finding]) -> Iterator[str]:
-    """Yield lines for a terminal: problems, then what is not decided, then the rest in one line."""
-    by_verdict = {v: [one for one in findings if one.verdict is v] for v in Verdict}
-    fires, undecided = by_verdict[Verdict.FIRES], by_verdict[Verdict.UNDECIDED]
-    yield f"{count_of(len(fires), 'problem')} found" if fires else "no problem found"
-    for finding in fires:
-        yield ""
-        yield f"{finding.rule}: {finding.message}"
-        yield f"  {_where(finding)}"
-        if finding.advice:
-            yield f"  try: {finding.advice}"
-    if undecided:
-        yield ""
-        yield "not decided:"
-        width = max(len(one.rule) for one in undecided)
-        for one in undecided:
-            yield f"  {one.rule:<{width}}  {one.message}; needs {one.needs or 'more data'}"
-    if quiet := sorted({one.rule for one in by_verdict[Verdict.QUIET]}):
-        yield ""
-        yield f"nothing found by: {', '.join(quiet)}"
-
-
-def _where(finding: Finding) -> str:
-    """Return rank, step, tensor and figures in one line."""
-    ranks = [worker_name(rank) for rank in finding.ranks[:_MAX_RANKS]]
-    if len(finding.ranks) > _MAX_RANKS:
-        ranks.append(f"{len(finding.ranks) - _MAX_RANKS} more")
-    parts = [f"ranks: {', '.join(ranks)}" if ranks else ""]
-    if finding.first_step is not None:
-        mode = f" of {finding.mode.name}" if finding.mode is not None else ""
-        parts.append(f"step: {finding.first_step}{mode}")
-    if finding.attempt:
-        parts.append(f"attempt: {finding.attempt}")
-    parts.append(f"tensor: {finding.tensor}" if finding.tensor else "")
-    if finding.value is not None and finding.threshold is not None:
-        parts.append(f"value: {finding.value:.4g} (limit {finding.threshold:.4g})")
-    return "  ".join(part for part in parts if part)

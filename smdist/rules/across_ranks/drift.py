@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from smdist.rules.across_ranks.panels import Array, Panel, Part, Total, panels
+from smdist.rules.across_ranks.panels import Array, Panel, RunPart, Total, panels
 from smdist.rules.across_ranks.windows import nan_median
 from smdist.rules.stages import Stage, of_stage
 from smdist.tables.rows import Rows
@@ -21,7 +21,7 @@ _FALSE_ALARMS = 0.01  # in a run
 
 
 class Drift(NamedTuple):
-    part: Part
+    part: RunPart
     rank: int
     step: int
     what: str
@@ -35,7 +35,7 @@ class Drift(NamedTuple):
 class _Series(NamedTuple):
     """A number of each rank at each step, [steps, ranks]; NaN where it is not known."""
 
-    part: Part
+    part: RunPart
     what: str
     tensor: str
     steps: Array
@@ -46,7 +46,7 @@ class _Series(NamedTuple):
 def find_drift(rows: Rows, window: int, least: float, calibrate: int) -> list[Drift]:
     """Return the first drift of each rank that drifts."""
     every = [*_losses(rows), *_gradient_norms(rows)]
-    first: dict[tuple[Part, int], Drift] = {}
+    first: dict[tuple[RunPart, int], Drift] = {}
     for series in every:
         tests = len(series.ranks) * len(every) * max(len(series.steps) // window, 1)
         limit = max(least, NormalDist().inv_cdf(1 - _FALSE_ALARMS / tests / 2))
@@ -72,7 +72,7 @@ def _losses(rows: Rows) -> Iterator[_Series]:
 
 
 def _gradient_norms(rows: Rows) -> Iterator[_Series]:
-    of_part: dict[Part, list[Panel]] = defaultdict(list)
+    of_part: dict[RunPart, list[Panel]] = defaultdict(list)
     for panel in panels(rows, of_stage(rows, Stage.GRADIENT), least_ranks=3):
         of_part[panel.part].append(panel)
     for part, members in of_part.items():

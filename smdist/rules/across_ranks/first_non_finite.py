@@ -9,7 +9,7 @@ import numpy as np
 
 from smdist.identity import ModeKeys
 from smdist.rules.across_ranks.agreement import sentence_of_ranks
-from smdist.rules.across_ranks.panels import Array, Part
+from smdist.rules.across_ranks.panels import Array, RunPart
 from smdist.rules.across_ranks.skipped_steps import skipped_steps
 from smdist.rules.evidence import Evidence
 from smdist.rules.findings import Finding, Verdict
@@ -59,7 +59,7 @@ class FirstNonFinite:
             )
         return [Finding(rule=rule, verdict=Verdict.QUIET, message=text)]
 
-    def _collapses(self, rows: Rows, skipped: dict[Part, list[int]]) -> list[Finding]:
+    def _collapses(self, rows: Rows, skipped: dict[RunPart, list[int]]) -> list[Finding]:
         found = []
         for part, steps in skipped.items():
             here = (rows["attempt"] == part.attempt) & (rows["mode"] == part.mode.value)
@@ -90,7 +90,7 @@ class FirstNonFinite:
         return found
 
 
-def _counted(bad: Rows, stages: Array, skipped: dict[Part, list[int]], ignore: str) -> Array:
+def _counted(bad: Rows, stages: Array, skipped: dict[RunPart, list[int]], ignore: str) -> Array:
     """Return which rows count: not the gradients of skipped steps, nor what may be infinite."""
     allowed = [bool(ignore and re.search(ignore, name)) for name in bad.names]
     keep = ~np.asarray(allowed, np.bool_)[bad["tensor"]]

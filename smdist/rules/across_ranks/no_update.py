@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from smdist.rules.across_ranks.agreement import sentence_of_ranks
-from smdist.rules.across_ranks.panels import Array, Panel, Part, Total, panels
+from smdist.rules.across_ranks.panels import Array, Panel, RunPart, Total, panels
 from smdist.rules.across_ranks.windows import successive
 from smdist.rules.evidence import Evidence
 from smdist.rules.findings import Finding, Verdict
@@ -48,7 +48,7 @@ class NoUpdate:
             (panel.name, panel.part): panel
             for panel in panels(rows, [f"{GRADIENT_PREFIX}{name}" for name in weights])
         }
-        of_part: dict[Part, list[_Pair]] = defaultdict(list)
+        of_part: dict[RunPart, list[_Pair]] = defaultdict(list)
         inexact = 0
         for weight in panels(rows, weights):
             gradient = gradient_of.get((f"{GRADIENT_PREFIX}{weight.name}", weight.part))
@@ -81,7 +81,7 @@ class NoUpdate:
             asks = (norm > 0) & (norm > self.negligible * weight.l2[:-1]) & np.isfinite(norm)
         return _Pair(weight, same & asks, known & ~same)
 
-    def _stuck(self, rule: str, part: Part, pairs: list[_Pair]) -> list[Finding]:
+    def _stuck(self, rule: str, part: RunPart, pairs: list[_Pair]) -> list[Finding]:
         total = Total([pair.weight for pair in pairs])
         moved = total.zeros(np.int64)
         for pair in pairs:
@@ -118,7 +118,7 @@ def _aligned(gradient: Panel, weight: Panel) -> Array:
 
 
 def _finding(
-    rule: str, part: Part, weight: Panel, fires: Array, intervals: int, others: str
+    rule: str, part: RunPart, weight: Panel, fires: Array, intervals: int, others: str
 ) -> Finding:
     row = int(np.argmax(fires.any(axis=1)))
     ranks = tuple(int(rank) for rank in weight.ranks[fires[row]])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from smdist.rules.across_ranks.agreement import differing_steps
-from smdist.rules.across_ranks.panels import Panel, Part, Total, panels
+from smdist.rules.across_ranks.panels import Panel, RunPart, Total, panels
 from smdist.rules.evidence import Evidence
 from smdist.rules.findings import Finding, Verdict
 from smdist.rules.stages import GRADIENT_PREFIX, Stage, of_stage
@@ -33,7 +33,7 @@ class NormMismatch:
         rows, rule = evidence.rows, type(self).__name__
         gradients = of_stage(rows, Stage.GRADIENT)
         logged = [name for name in of_stage(rows, Stage.OTHER) if re.search(self.logged, name)]
-        of_part: dict[Part, list[Panel]] = defaultdict(list)
+        of_part: dict[RunPart, list[Panel]] = defaultdict(list)
         for panel in panels(rows, gradients):
             of_part[panel.part].append(panel)
         text, needs = "no logged norm and gradients are there together", ""

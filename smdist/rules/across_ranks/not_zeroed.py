@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from smdist.rules.across_ranks.panels import Panel, Part, panels
+from smdist.rules.across_ranks.panels import Panel, RunPart, panels
 from smdist.rules.evidence import Evidence
 from smdist.rules.findings import Finding, Verdict
 from smdist.rules.stages import GRADIENT_PREFIX, Stage, of_stage
@@ -63,7 +63,7 @@ class NotZeroed:
         if not off.any():
             return []
         at = int(np.argmax(off))
-        part: Part = own.part
+        part: RunPart = own.part
         return [
             Finding(
                 rule=rule,

@@ -10,7 +10,7 @@ import numpy as np
 
 from smdist.rules.across_ranks.agreement import sentence_of_ranks
 from smdist.rules.across_ranks.drift import Drift, find_drift
-from smdist.rules.across_ranks.panels import Array, Panel, Part, needs_ranks, panels
+from smdist.rules.across_ranks.panels import Array, Panel, RunPart, needs_ranks, panels
 from smdist.rules.across_ranks.skipped_steps import skipped_steps
 from smdist.rules.across_ranks.windows import in_some_of_last, median_of_last, nan_median
 from smdist.rules.evidence import Evidence
@@ -68,7 +68,7 @@ class OutlierRank:
             )
             return [Finding(rule=rule, verdict=Verdict.UNDECIDED, message=text, needs=needs)]
         skipped = skipped_steps(rows)
-        jumps: dict[tuple[Part, int], list[_Jump]] = defaultdict(list)
+        jumps: dict[tuple[RunPart, int], list[_Jump]] = defaultdict(list)
         judged = 0
         for panel in panels(rows, stage_of_name, least_ranks=2):
             judged += 1
@@ -141,7 +141,7 @@ def _distances(panel: Panel, skipped: list[int]) -> tuple[Array, Array]:
     return distance, broken
 
 
-def _jumped(rule: str, part: Part, rank: int, jumps: list[_Jump]) -> Finding:
+def _jumped(rule: str, part: RunPart, rank: int, jumps: list[_Jump]) -> Finding:
     first = jumps[0]
     more = len({jump.tensor for jump in jumps}) - 1
     ratio = float(np.exp(min(first.log_ratio, 700.0)))

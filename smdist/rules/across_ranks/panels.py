@@ -12,14 +12,14 @@ import numpy as np
 from smdist.identity import ModeKeys
 from smdist.tables.rows import Rows
 
-__all__ = ["Array", "Panel", "Part", "Total", "needs_ranks", "panels"]
+__all__ = ["Array", "Panel", "RunPart", "Total", "needs_ranks", "panels"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _STATISTICS = ("count", "nans", "infs", "zeros", "sum", "m2", "abs_sum", "min", "max", "abs_min")
 
 
-class Part(NamedTuple):
+class RunPart(NamedTuple):
     """What is compared with each other: steps of one attempt and mode."""
 
     attempt: int
@@ -31,7 +31,7 @@ class Panel:
     """One tensor in one attempt and mode. Matrices are [steps, ranks]; not every cell is present."""
 
     name: str
-    part: Part
+    part: RunPart
     rows: Rows
     steps: Array  # ascending, of the mode
     ranks: Array  # ascending
@@ -119,7 +119,7 @@ def _panel(name: str, rows: Rows) -> Panel:
     step, rank = rows["mode_step"], rows["rank"]
     begins = np.concatenate([[True], np.diff(step) != 0])  # rows are sorted by step
     ranks = np.unique(rank)
-    part = Part(int(rows["attempt"][0]), ModeKeys(int(rows["mode"][0])))
+    part = RunPart(int(rows["attempt"][0]), ModeKeys(int(rows["mode"][0])))
     column_of = np.searchsorted(ranks, rank)
     return Panel(name, part, rows, step[begins], ranks, np.cumsum(begins) - 1, column_of)
 

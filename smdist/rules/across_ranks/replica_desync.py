@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from smdist.rules.across_ranks.agreement import differing_steps, minority, sentence_of_ranks
-from smdist.rules.across_ranks.panels import Panel, Part, needs_ranks, panels
+from smdist.rules.across_ranks.panels import Panel, RunPart, needs_ranks, panels
 from smdist.rules.evidence import Evidence
 from smdist.rules.findings import Finding, Verdict
 from smdist.rules.stages import Stage, of_stage
@@ -52,7 +52,7 @@ class ReplicaDesync:
         names = [*weights, *of_stage(rows, Stage.OPTIMIZER)]
         if needs := needs_ranks(rows):
             return [_undecided(name, "one rank alone cannot differ from others", needs)]
-        first: dict[tuple[Part, int], _Place] = {}
+        first: dict[tuple[RunPart, int], _Place] = {}
         judged, inexact = 0, 0
         for panel in panels(rows, names, least_ranks=2):
             if panel.rows["count"].min() != panel.rows["count"].max():
@@ -97,7 +97,7 @@ def _first_of_ranks(panel: Panel, stage: Stage) -> dict[int, _Place]:
     return found
 
 
-def _findings(rule: str, first: dict[tuple[Part, int], _Place]) -> list[Finding]:
+def _findings(rule: str, first: dict[tuple[RunPart, int], _Place]) -> list[Finding]:
     together = defaultdict(list)
     for (part, rank), place in first.items():
         together[part, place].append(rank)
@@ -109,7 +109,7 @@ def _findings(rule: str, first: dict[tuple[Part, int], _Place]) -> list[Finding]
     ]
 
 
-def _finding(rule: str, part: Part, place: _Place, ranks: tuple[int, ...]) -> Finding:
+def _finding(rule: str, part: RunPart, place: _Place, ranks: tuple[int, ...]) -> Finding:
     who, others = sentence_of_ranks(ranks), place.known - len(ranks)
     verb = "differs" if len(ranks) == 1 else "differ"
     where = f"in {place.tensor} from step {place.step} on"

@@ -6,14 +6,14 @@ from collections import defaultdict
 
 import numpy as np
 
-from smdist.rules.across_ranks.panels import Array, Panel, Part, Total, panels
+from smdist.rules.across_ranks.panels import Array, Panel, RunPart, Total, panels
 from smdist.rules.stages import Stage, of_stage
 from smdist.tables.rows import Rows
 
 __all__ = ["skipped_steps"]
 
 
-def skipped_steps(rows: Rows) -> dict[Part, list[int]]:
+def skipped_steps(rows: Rows) -> dict[RunPart, list[int]]:
     """Return the steps with overflowed gradients that were not applied, ascending.
 
     With weights saved: at the next saved step no weight has changed on any rank. Without: gradients
@@ -37,7 +37,7 @@ def skipped_steps(rows: Rows) -> dict[Part, list[int]]:
     return found
 
 
-def _by_part(rows: Rows, names: list[str]) -> dict[Part, list[Panel]]:
+def _by_part(rows: Rows, names: list[str]) -> dict[RunPart, list[Panel]]:
     found = defaultdict(list)
     for panel in panels(rows, names):
         found[panel.part].append(panel)

@@ -10,7 +10,7 @@ import numpy as np
 
 from smdist.messages import count_of
 from smdist.rules.across_ranks.agreement import differing_steps, minority, sentence_of_ranks
-from smdist.rules.across_ranks.panels import Array, Panel, Part, Total, needs_ranks, panels
+from smdist.rules.across_ranks.panels import Array, Panel, RunPart, Total, needs_ranks, panels
 from smdist.rules.evidence import Evidence
 from smdist.rules.findings import Finding, Verdict
 from smdist.rules.stages import Stage, of_stage
@@ -41,7 +41,7 @@ class StepSkew:
         if needs := needs_ranks(rows):
             text = "one rank alone cannot be ahead or behind"
             return [Finding(rule=rule, verdict=Verdict.UNDECIDED, message=text, needs=needs)]
-        of_part: dict[Part, list[Panel]] = defaultdict(list)
+        of_part: dict[RunPart, list[Panel]] = defaultdict(list)
         for panel in panels(rows, of_stage(rows, *_MODEL)):
             of_part[panel.part].append(panel)
         if not of_part:
@@ -68,7 +68,7 @@ class StepSkew:
         return [Finding(rule=rule, verdict=Verdict.QUIET, message=text)]
 
     def _behind(
-        self, rule: str, part: Part, total: Total, counts: Array, rows: Rows
+        self, rule: str, part: RunPart, total: Total, counts: Array, rows: Rows
     ) -> list[Finding]:
         """Return a finding of the ranks that are too far behind, with the first of them to stop."""
         height = len(total.steps)
@@ -100,7 +100,7 @@ class StepSkew:
         ]
 
 
-def _last_tensor(rows: Rows, part: Part, step: int, rank: int) -> str:
+def _last_tensor(rows: Rows, part: RunPart, step: int, rank: int) -> str:
     here = np.flatnonzero(
         (rows["rank"] == rank)
         & (rows["mode_step"] == step)
@@ -112,7 +112,7 @@ def _last_tensor(rows: Rows, part: Part, step: int, rank: int) -> str:
 
 def _different(
     rule: str,
-    part: Part,
+    part: RunPart,
     total: Total,
     counts: Array,
     sets: Array,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -54,6 +55,13 @@ def recover(
     raise typer.Exit(run(spools or [], force=force, give_up_s=give_up_s))
 
 
+class OutputFormat(str, Enum):
+    """How a command prints its answer."""
+
+    TABLE = "table"
+    JSON = "json"
+
+
 _Run = Annotated[str, typer.Argument(help="The run: a directory or a URL.")]
 
 
@@ -75,6 +83,26 @@ def sql(
     from smdist.cli.runs import ask
 
     raise typer.Exit(ask(path, text, output))
+
+
+@app.command()
+def check(
+    path: _Run,
+    rules: Annotated[
+        str, typer.Option(help="Names of rules, separated by commas. Default: all.")
+    ] = "",
+    output: Annotated[
+        OutputFormat, typer.Option("--output", "-o", help="Print a table, or JSON for programs.")
+    ] = OutputFormat.TABLE,
+) -> None:
+    """Look for problems: exit code 0 if none was found, 1 if some were, 2 if reading failed.
+
+    A rule that lacks data is listed with what it needs. It is not counted as fine.
+    """
+    from smdist.cli.check import run
+
+    names = [name.strip() for name in rules.split(",") if name.strip()]
+    raise typer.Exit(run(path, names or None, as_json=output is OutputFormat.JSON))
 
 
 @app.command()

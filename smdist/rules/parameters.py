@@ -52,9 +52,7 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
     if get_origin(kind) in (Union, types.UnionType):
         choices = get_args(kind)
         if value is None or _is_none(value):
-            if type(None) in choices:
-                return None
-            raise ConfigurationError(f"{where} cannot be None")
+            return None
         (kind,) = (each for each in choices if each is not type(None))
     if get_origin(kind) is tuple:
         item = get_args(kind)[0]

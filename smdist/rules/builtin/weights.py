@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -19,17 +19,37 @@ if TYPE_CHECKING:
     from smdist.rules.findings import Finding
     from smdist.tables.rows import Rows
 
+    Array = np.ndarray[Any, np.dtype[Any]]
+
 __all__ = ["WeightUpdateRatio"]
 
 _ROUNDING = 1e-12  # of norms from rows, relative
+
+
+def _least_change(part: Rows, order: Array) -> Array:
+    """Return a lower bound of the norm of the difference of successive rows.
+
+    Its square is that of the means plus that of the deviations from them. No element changes by more
+    than the norm, and the sum of magnitudes by no more than the norm times the root of the count.
+    """
+    column = pick(part, order, ("count", "sum", "m2", "abs_sum", "min", "max"))
+    root = np.sqrt(column["count"][1:])
+    of_means = np.diff(column["sum"]) / root
+    bounds = (
+        np.hypot(of_means, np.diff(np.sqrt(column["m2"]))),
+        np.abs(np.diff(column["abs_sum"])) / root,
+        np.abs(np.diff(column["min"])),
+        np.abs(np.diff(column["max"])),
+    )
+    return np.asarray(np.maximum.reduce(bounds))
 
 
 @dataclass(frozen=True)
 class WeightUpdateRatio(BuiltInRule):
     """Fires when |W - W'| / (|W'| + epsilon) is above `large_threshold` or below `small_threshold`.
 
-    W' is the previous saved step; with `num_steps` only if it is at most so many steps back. The norms
-    of rows give |W| - |W'| <= |W - W'| <= |W| + |W'|, which decides most cases.
+    W' is the previous saved step; with `num_steps` only if it is at most so many steps back. Rows bound
+    |W - W'|: it is at most |W| + |W'|, and at least what `_least_change` says. That decides most cases.
     """
 
     num_steps: int | None = None
@@ -75,7 +95,7 @@ class WeightUpdateRatio(BuiltInRule):
         has, mark = prints["has_fingerprint"], prints["fingerprint"]
         with np.errstate(all="ignore"):
             base = before + self.epsilon
-            low, high = np.abs(now - before) / base, (now + before) / base
+            low, high = _least_change(part, order) / base, (now + before) / base
             finite = pair & np.isfinite(low) & (prints["count"][1:] > 0)
             same = has[1:] & has[:-1] & (mark[1:] == mark[:-1])
             low, high = np.where(same, 0.0, low), np.where(same, 0.0, high)

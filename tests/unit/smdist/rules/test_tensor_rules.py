@@ -244,6 +244,20 @@ def test_a_ratio_within_the_bounds_of_norms_needs_raw_values() -> None:
     assert verdict(WeightUpdateRatio(), evidence_of(tiny, WEIGHTS, raw=True)) == "FIRES"
 
 
+def test_bounds_from_rows_never_contradict_raw_values() -> None:
+    decided = 0
+    for _ in range(200):
+        first = rng.normal(size=4)
+        change = rng.normal(size=4) * 10.0 ** rng.integers(-14, 3)
+        values = steps_of("w", [first, first + change])
+        from_rows = verdict(WeightUpdateRatio(), evidence_of(values, WEIGHTS))
+        if from_rows != "UNDECIDED":
+            decided += 1
+            exact = verdict(WeightUpdateRatio(), evidence_of(values, WEIGHTS, raw=True))
+            assert from_rows == exact
+    assert decided > 50
+
+
 def test_weights_of_one_step_or_too_far_apart_are_undecided() -> None:
     once = steps_of("w", [[1.0, 2.0]])
     assert verdict(WeightUpdateRatio(), evidence_of(once, WEIGHTS)) == "UNDECIDED"

@@ -268,6 +268,11 @@ def test_weights_of_one_step_or_too_far_apart_are_undecided() -> None:
     assert verdict(WeightUpdateRatio(num_steps=9), far) == "UNDECIDED"
 
 
+def test_weights_of_two_ranks_are_not_compared() -> None:
+    values = steps_of("w", [[1.0]], rank=0) | steps_of("w", [[1.0]], rank=1)
+    assert verdict(WeightUpdateRatio(), evidence_of(values, WEIGHTS, raw=True)) == "UNDECIDED"
+
+
 def test_weights_are_compared_in_training_alone() -> None:
     values = steps_of("w", [[1.0], [1.5]]) | steps_of("w", [[1.5], [1.5]], mode=EVAL)
     assert verdict(WeightUpdateRatio(), evidence_of(values, WEIGHTS, raw=True)) == "QUIET"

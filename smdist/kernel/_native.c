@@ -778,12 +778,18 @@ done:
 
 /* ---- fingerprints ------------------------------------------------------------------------ */
 
-/* An odd weight per element: a changed bit always changes the sum, and order matters. */
+/* An odd weight per element: a changed bit always changes the sum, and order matters. Elements of 64
+   bits are mixed first: weighted as they are, two flips of the topmost bit would cancel each other. */
 INLINE uint64_t fingerprint_weight(uint64_t i) {
     uint64_t z = i + 0x9e3779b97f4a7c15;
     z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
     z = (z ^ z >> 27) * 0x94d049bb133111eb;
     return (z ^ z >> 31) | 1;
+}
+
+INLINE uint64_t fingerprint_mix(uint64_t bits) {
+    bits *= 0x9e3779b97f4a7c15;
+    return bits ^ bits >> 32;
 }
 
 #define DEFINE_FINGERPRINT(type)                                                      \
@@ -792,7 +798,8 @@ INLINE uint64_t fingerprint_weight(uint64_t i) {
         for (uint64_t i = 0; i < n; i++) {                                            \
             type bits;                                                                \
             memcpy(&bits, data + sizeof bits * i, sizeof bits);                       \
-            sum += fingerprint_weight(first + i) * bits;                              \
+            uint64_t value = sizeof bits == 8 ? fingerprint_mix(bits) : bits;         \
+            sum += fingerprint_weight(first + i) * value;                             \
         }                                                                             \
         return sum;                                                                   \
     }

@@ -308,6 +308,11 @@ class NumpyKernel:
             for at in range(0, count, _CHUNK):
                 n = min(_CHUNK, count - at)
                 bits = values(address + at * size, n, f"U{8 * size}").astype(np.uint64)
+                if (
+                    size == 8
+                ):  # mixed first, or two flips of the topmost bit would cancel each other
+                    bits *= np.uint64(0x9E3779B97F4A7C15)
+                    bits ^= bits >> np.uint64(32)
                 total += int(np.sum(bits * _weights(first + at, n), dtype=np.uint64))
             found.append(total % _WORD)
         return found

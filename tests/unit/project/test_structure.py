@@ -25,7 +25,7 @@ AT_MOST = {
     "most attributes of a class": (20, 20),
     "class names with two meanings": (0, 0),
     "import cycles": (0, 0),
-    "lines without rules and tables": (31_500, 36_750),
+    "lines without rules and tables": (31_500, 36_920),
 }
 AT_LEAST = {"docstrings that begin with a verb, %": (70, 90)}
 # What people import beside smdist. A script that runs in one of our folders must find those.

@@ -56,7 +56,7 @@ def test_a_bad_rank_is_named(tmp_path: Path) -> None:
     undecided, _, quiet = text.partition("not decided:")[2].partition("nothing found by: ")
     assert "IdenticalData" in undecided
     assert "needs collection inputs" in undecided
-    assert quiet.strip() == "FirstNonFinite, StepSkew"
+    assert quiet.strip() == "ExplodingTensor, FirstNonFinite, StalledTrainingRule, StepSkew"
 
 
 def test_json_is_the_list_of_findings(tmp_path: Path) -> None:

@@ -194,12 +194,10 @@ def story(
 
 
 def ask(console: Console, url: str, svg: Path | None) -> Finding | None:
-    console.print(
-        "[3/4] asking the trial: at which step is one rank's gradient first unlike the others'?"
-    )
+    console.print("[3/4] asking the rules of smdist check: which rank went wrong first, and where?")
     with create_trial(url) as trial:
         norms = gradient_norms(trial)
-        finding = find_outlier(norms)
+        finding = find_outlier(trial, norms)
         if finding is None:
             console.print("no rank stands out; the demo failed")
             return None

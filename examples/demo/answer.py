@@ -16,11 +16,12 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from smdist import modes
+from smdist.identity import worker_name
 from smdist.messages import printable
+from smdist.rules import Verdict, check
 from smdist.trials import Trial
 
 HERE = Path(__file__).resolve().parent
-OUTLIER = 10.0  # so many times the median of the other ranks
 
 Norms = Mapping[str, Mapping[int, Mapping[str, float]]]  # tensor -> step -> worker -> norm
 
@@ -64,22 +65,25 @@ def others_median(norms: Mapping[str, float], worker: str) -> float:
     return median(norm for other, norm in norms.items() if other != worker)
 
 
-def find_outlier(norms: Norms) -> Finding | None:
-    """Return the first step at which all gradients of a rank are far above the other ranks'.
+def find_outlier(trial: Trial, norms: Norms) -> Finding | None:
+    """Return the rank and step that the rules blame first, and the gradient that shows it most.
 
-    Of its tensors, the one that shows it most.
+    These are the rules of `smdist check`. Of two ranks, which the rules cannot tell apart, the larger.
     """
-    for step in next(iter(norms.values()), {}):
-        here = {name: by_step[step] for name, by_step in norms.items()}
-        total = {w: math.hypot(*(n[w] for n in here.values())) for w in next(iter(here.values()))}
-        worker = max(total, key=lambda w: ratio(total[w], others_median(total, w)))
-        if ratio(total[worker], others_median(total, worker)) >= OUTLIER:
-            found = [
-                Finding(step, worker, name, n[worker], others_median(n, worker))
-                for name, n in here.items()
-            ]
-            return max(found, key=lambda one: one.ratio)
-    return None
+    blamed = [
+        (found.first_step, -(found.value or 0.0), found.ranks[0])
+        for found in check(trial)
+        if found.verdict is Verdict.FIRES and found.first_step is not None and found.ranks
+    ]
+    if not blamed:
+        return None
+    step, _, rank = min(blamed)
+    worker = worker_name(rank)
+    here = {name: by_step[step] for name, by_step in norms.items()}
+    shown = [
+        Finding(step, worker, name, n[worker], others_median(n, worker)) for name, n in here.items()
+    ]
+    return max(shown, key=lambda one: one.ratio)
 
 
 # -- the answer ----------------------------------------------------------------------------------
@@ -102,7 +106,7 @@ SHADES = (  # from so many times the median on: a glyph that needs no colour, an
     (0.0, "·", "grey50"),
     (2.0, "░", "yellow3"),
     (4.0, "▒", "dark_orange"),
-    (OUTLIER, "▓", "red1"),
+    (10.0, "▓", "red1"),
     (100.0, "█", "red3"),
 )
 
@@ -160,6 +164,7 @@ def whereabouts(run: Path, finding: Finding) -> Text:
     )
     text.append("\nAsk it yourself:\n")
     text.append(
+        f"  {prefix}smdist check {where}\n"
         f"  {prefix}smdist trial {where}\n"
         f"  {prefix}python examples/read_a_run.py {where}\n"
         f"  {prefix}python -i -c \"from smdist import create_trial; run = create_trial('{where}')\"\n"

@@ -150,7 +150,7 @@ def _jumped(rule: str, part: RunPart, rank: int, jumps: list[_Jump]) -> Finding:
         ratio, size = float("inf"), "is not finite, unlike that of others"
     elif first.ranks == 2:
         size = f"is {ratio:.3g} times that of the other rank; two cannot tell which is right"
-    also = f", and {more} more tensors later or at once" if more else ""
+    also = f", and so are {more} more tensors" if more else ""
     return Finding(
         rule=rule,
         verdict=Verdict.FIRES,

@@ -82,7 +82,7 @@ def read_rows(
     trial: AskedTrial,
     tensors: str | re.Pattern[str] | None = None,
     collection: str | Collection | None = None,
-    mode: ModeKeys | None = None,
+    mode: ModeKeys = ModeKeys.GLOBAL,
     attempt: int | None = None,
     steps: Iterable[int] | None = None,
     ranks: Iterable[int | str] | None = None,
@@ -90,8 +90,8 @@ def read_rows(
 ) -> Rows:
     """Return a row of statistics for every stored tensor, of the newest attempt of each step.
 
-    `tensors` is searched in the names. `steps` are numbers of `mode`; without one, or with GLOBAL,
-    global numbers. Objects that are damaged are left out and told by `trial.troubles()`. Complex
+    `tensors` is searched in the names. `steps` are numbers of `mode`; with GLOBAL, global
+    numbers. Objects that are damaged are left out and told by `trial.troubles()`. Complex
     tensors have no statistics, so no rows.
     """
     names: set[str] | None = None
@@ -122,8 +122,8 @@ def read_rows(
     return builder.build(catalogue.members)
 
 
-def _in_steps(facts: StepFacts, mode: ModeKeys | None, steps: set[int] | None) -> bool:
-    if mode is None or mode is ModeKeys.GLOBAL:
+def _in_steps(facts: StepFacts, mode: ModeKeys, steps: set[int] | None) -> bool:
+    if mode is ModeKeys.GLOBAL:
         return steps is None or facts.step in steps
     return facts.key[0] == mode.value and (steps is None or facts.key[1] in steps)
 

@@ -53,9 +53,13 @@ def pieces(sizes: list[int]) -> list[bytes]:
 
 
 def is_cached(path: Path) -> bool:
+    """Tell whether the file is in the cache at every MiB: the kernel may read a page or so ahead."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        return os.preadv(descriptor, [bytearray(4096)], 0, os.RWF_NOWAIT) > 0
+        return all(
+            os.preadv(descriptor, [bytearray(4096)], at, os.RWF_NOWAIT) > 0
+            for at in range(0, path.stat().st_size, MIB)
+        )
     except BlockingIOError:
         return False
     except OSError:  # it does not know how to answer at once: a file system in memory
